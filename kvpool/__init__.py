@@ -1,0 +1,1 @@
+"""kvpool: a tiered pool for LLM KV cache. The public names, nothing else."""
