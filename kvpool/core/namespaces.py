@@ -1,0 +1,122 @@
+"""What a namespace is: one tenant's keyspace with one layout. A value; it is kept by `master.store` and travels as `master.wire` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.hashing import MAX_SALT_BYTES, HashKind
+from kvpool.core.layout import KVLayout
+from kvpool.core.types import HASH_BYTES, UID_BYTES, NamespaceUid
+from kvpool.errors import InvalidArgument, LayoutMismatch
+
+MAX_NAME_CHARS: Final = 128
+MAX_REPLICAS: Final = 16
+NO_UID: Final = NamespaceUid(b"")  # of a spec that the master has not made yet
+
+
+def check_name(name: object) -> str:
+    """The name itself when it is allowed: 1..128 printable characters, no '/', not '.' or '..'. Raises InvalidArgument."""
+    if not isinstance(name, str):
+        raise InvalidArgument(f"namespace: the name must be a string, not {type(name).__name__}")
+    if not 1 <= len(name) <= MAX_NAME_CHARS:
+        raise InvalidArgument(f"namespace: the name has {len(name)} characters; allowed are 1..{MAX_NAME_CHARS}")
+    if not name.isprintable() or "/" in name or name in (".", ".."):
+        raise InvalidArgument(f"namespace: {name!r} has control characters or '/', or is '.' or '..'")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceSpec:
+    """All facts of a namespace. `block_bytes` and `chunk_bytes` are of one shard's block; `variable`: values of 1..block_bytes
+    bytes (opaque layouts). `quota_bytes` 0: none. `removal_seq`: removals so far. Made by `of`; checked whole by `check`."""
+
+    uid: NamespaceUid = NO_UID
+    name: str
+    layout_json: str
+    fingerprint: bytes
+    block_bytes: int
+    chunk_bytes: int
+    variable: bool = False
+    hash: HashKind = HashKind.SHA256
+    salt: bytes = b""
+    replicas: int = 1
+    block_tokens: int = 1
+    quota_bytes: int = 0
+    removal_seq: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        layout: KVLayout,
+        *,
+        uid: NamespaceUid = NO_UID,
+        hash: HashKind | str = HashKind.SHA256,  # noqa: A002
+        salt: bytes = b"",
+        replicas: int = 1,
+        quota_bytes: int | None = None,
+    ) -> NamespaceSpec:
+        """The spec of a namespace with this layout, checked. Raises InvalidArgument naming the argument."""
+        if not isinstance(layout, KVLayout):
+            raise InvalidArgument(f"layout: must be a KVLayout, not {type(layout).__name__}")
+        if not isinstance(salt, (bytes, bytearray, memoryview)):
+            raise InvalidArgument(f"salt: must be bytes, not {type(salt).__name__}")
+        spec = cls(
+            uid=uid,
+            name=name,
+            layout_json=layout.to_json(),
+            fingerprint=layout.fingerprint,
+            block_bytes=layout.block_bytes,
+            chunk_bytes=layout.chunk_bytes,
+            variable=layout.is_opaque,
+            hash=check_hash(hash),
+            salt=bytes(salt),
+            replicas=replicas,
+            block_tokens=layout.block_tokens,
+            quota_bytes=0 if quota_bytes is None else quota_bytes,
+        )
+        return spec.check()
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout, read from its JSON."""
+        return KVLayout.from_json(self.layout_json)
+
+    def check(self) -> NamespaceSpec:
+        """Itself when every field is in range and the sizes are those of the layout. Raises InvalidArgument naming the field."""
+        check_name(self.name)
+        layout = self.layout
+        if self.fingerprint != layout.fingerprint:
+            raise LayoutMismatch(f"fingerprint: {self.fingerprint.hex()} is not that of the layout, {layout.fingerprint.hex()}")
+        if self.layout_json != layout.to_json():
+            raise InvalidArgument("layout: the JSON is not in its canonical form")
+        for field, value in (
+            ("block_bytes", layout.block_bytes),
+            ("chunk_bytes", layout.chunk_bytes),
+            ("variable", layout.is_opaque),
+            ("block_tokens", layout.block_tokens),
+        ):
+            if getattr(self, field) != value:
+                raise InvalidArgument(f"{field}: {getattr(self, field)} is not the layout's {value}")
+        if len(self.uid) not in (0, UID_BYTES) or len(self.fingerprint) != HASH_BYTES:
+            raise InvalidArgument(f"uid: {len(self.uid)} bytes; {UID_BYTES} are needed")
+        if len(self.salt) > MAX_SALT_BYTES:
+            raise InvalidArgument(f"salt: {len(self.salt)} bytes; the limit is {MAX_SALT_BYTES}")
+        _check_int("replicas", self.replicas, 1, MAX_REPLICAS)
+        _check_int("quota_bytes", self.quota_bytes, 0, 2**63)
+        _check_int("removal_seq", self.removal_seq, 0, 2**63)
+        return self
+
+
+def check_hash(name: object) -> HashKind:
+    """'sha256', 'xxh3_128' or 'external' as its HashKind. Raises InvalidArgument."""
+    try:
+        return HashKind(str(name))
+    except ValueError:
+        raise InvalidArgument(f"hash: {name!r} is not one of {', '.join(HashKind)}") from None
+
+
+def _check_int(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidArgument(f"{field}: {value!r} is not an integer in {low}..{high}")

@@ -1,0 +1,46 @@
+"""Namespaces between their proto and their spec. Imports core and the generated code only: clients and workers use it too."""
+
+from __future__ import annotations
+
+from kvpool.core.hashing import HashKind
+from kvpool.core.namespaces import NamespaceSpec, check_hash
+from kvpool.core.types import NamespaceUid
+from kvpool.v1 import master_pb2 as pb
+
+
+def spec_to_proto(spec: NamespaceSpec) -> pb.Namespace:
+    """Every field, as it travels."""
+    return pb.Namespace(
+        uid=spec.uid,
+        name=spec.name,
+        layout=spec.layout_json,
+        fingerprint=spec.fingerprint,
+        block_bytes=spec.block_bytes,
+        chunk_bytes=spec.chunk_bytes,
+        variable=spec.variable,
+        hash=HashKind(spec.hash).value,
+        salt=spec.salt,
+        replicas=spec.replicas,
+        block_tokens=spec.block_tokens,
+        quota_bytes=spec.quota_bytes,
+        removal_seq=spec.removal_seq,
+    )
+
+
+def spec_from_proto(message: pb.Namespace) -> NamespaceSpec:
+    """The checked spec. Raises InvalidArgument (or LayoutMismatch) naming the field that is wrong or does not fit the layout."""
+    return NamespaceSpec(
+        uid=NamespaceUid(message.uid),
+        name=message.name,
+        layout_json=message.layout,
+        fingerprint=message.fingerprint,
+        block_bytes=message.block_bytes,
+        chunk_bytes=message.chunk_bytes,
+        variable=message.variable,
+        hash=check_hash(message.hash),
+        salt=message.salt,
+        replicas=message.replicas,
+        block_tokens=message.block_tokens,
+        quota_bytes=message.quota_bytes,
+        removal_seq=message.removal_seq,
+    ).check()
