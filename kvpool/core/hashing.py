@@ -1,6 +1,7 @@
 """Hash making: tokens (or an engine's own digests) -> prefix hashes, and the checksums of a block's bytes.
 
-The same bytes come out in every process and on every host: nothing depends on Python's `hash`, on byte order or on word size. What a batch of keys is lives in `keys`; what goes into a layout's fingerprint in `layout`.
+The same bytes come out in every process and on every host: nothing depends on Python's `hash`, on byte order or on word size.
+What a batch of keys is lives in `keys`; what goes into a layout's fingerprint in `layout`.
 
     root  = sha256( "kvpool/root/1\\0\\0\\0" | kind, 16 bytes, zero padded | fingerprint 32 | salt bytes u32 | salt )
     block = digest( "kvpool/block/1\\0\\0" | root 32 | n tokens u32 | parent 32 | tokens, u32 each | extras )

@@ -1,4 +1,4 @@
-"""What a namespace is: one tenant's keyspace with one layout. A value; it is kept by `master.store` and travels as `master.wire` says."""
+"""What a namespace is: one tenant's keyspace with one layout. A value: `master.store` keeps it, `master.wire` says how it travels."""
 
 from __future__ import annotations
 
