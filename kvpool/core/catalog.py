@@ -234,8 +234,13 @@ class Catalog:
                 if key not in blocks:
                     return i
             return len(keys)
+        memo: dict[int, bool] = {id(_NOBODY): False}
         for i, key in enumerate(keys):
-            if not self._alive(blocks.get(key, _NOBODY)):
+            replicas = blocks.get(key, _NOBODY)
+            alive = memo.get(id(replicas))
+            if alive is None:
+                alive = memo[id(replicas)] = bool(self._alive(replicas))
+            if not alive:
                 return i
         return len(keys)
 

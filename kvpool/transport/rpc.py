@@ -91,9 +91,9 @@ def _sync_bearer(token: str) -> Any:
 
     api: Any = grpc
 
-    class Bearer(  # type: ignore[misc]
-        api.UnaryUnaryClientInterceptor, api.UnaryStreamClientInterceptor, api.StreamStreamClientInterceptor
-    ):
+    bases: Any = (api.UnaryUnaryClientInterceptor, api.UnaryStreamClientInterceptor, api.StreamStreamClientInterceptor)
+
+    class Bearer(*bases):  # type: ignore[misc]
         def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
             return continuation(_with_token(details, token), request)
 
