@@ -3,9 +3,8 @@
     defaults  <  TOML file, table [<role>]  <  KVPOOL_<ROLE>__<FIELD>  <  flags
 
 Nothing is ignored in silence: an unknown key, table or variable, and every bad value, is a ConfigError that names the key, where
-it came from, what is allowed and the nearest right name. Sizes are whole bytes, or a number with a unit: B, KB MB GB TB (powers
-of 1000), KiB MiB GiB TiB (powers of 1024). Times are whole milliseconds, or a number with ms, s, min or h.
-Reading files and variables by name is here; what /proc says about this machine is read by the worker.
+it came from, what is allowed and the nearest right name. How sizes and times are written is in `quantities`; what /proc says
+about this machine is read by the worker.
 """
 
 from __future__ import annotations
@@ -18,30 +17,38 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, overload
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvpool.errors import ConfigError
+from kvpool.quantities import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    SsdPlace,
+    as_addresses,
+    as_advertised,
+    as_host,
+    as_number,
+    as_path,
+    as_ssd,
+    as_switch,
+    as_text,
+    as_whole,
+    parse_size,
+    parse_ssd,
+    parse_time_ms,
+)
 
 log = logging.getLogger(__name__)
 
-KIB: Final = 1024
-MIB: Final = 1024**2
-GIB: Final = 1024**3
-TIB: Final = 1024**4
-SIZE_UNITS: Final[dict[str, int]] = {
-    "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
-}  # fmt: skip
-TIME_UNITS_MS: Final[dict[str, int]] = {"ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000}
 HOUR_MS: Final = 3_600_000
 MAX_CONFIG_FILE_BYTES: Final = 1 << 20
-_QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
-_WHOLE: Final = re.compile(r"[+-]?\d{1,20}")
 
 
 class Role(StrEnum):
@@ -49,140 +56,6 @@ class Role(StrEnum):
     WORKER = "worker"
     CLIENT = "client"
     UP = "up"
-
-
-# --- values -------------------------------------------------------------------------------------------------------------
-
-
-def parse_size(value: object) -> int:
-    """Bytes from an int or text like "512MiB", "1.5 GB", "4096". Raises ValueError saying what is allowed."""
-    return _quantity(value, SIZE_UNITS, "bytes", "'64MB' (10**6) or '64MiB' (2**20)")
-
-
-def parse_time_ms(value: object) -> int:
-    """Milliseconds from an int or text like "30s", "500ms", "2min", "1500". Raises ValueError saying what is allowed."""
-    return _quantity(value, TIME_UNITS_MS, "milliseconds", "'30s' or '500ms'")
-
-
-def _quantity(value: object, units: dict[str, int], word: str, example: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f"must be whole {word}, or text like {example}")
-    if _WHOLE.fullmatch(value):
-        return int(value)
-    match = _QUANTITY.fullmatch(value)
-    if len(value) > 40 or match is None or not match[2]:
-        raise ValueError(f"must be whole {word}, or text like {example}")
-    if match[2] not in units:
-        folded = {unit.lower(): unit for unit in units}
-        near = folded.get(match[2].lower()) or next(iter(difflib.get_close_matches(match[2], units, 1, 0.3)), None)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"unknown unit {match[2]!r}: units are {', '.join(units)}{hint}")
-    amount = Decimal(match[1]) * units[match[2]]
-    if amount != int(amount):
-        raise ValueError(f"is no whole number of {word}")
-    return int(amount)
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and _WHOLE.fullmatch(value):
-        return int(value)
-    raise ValueError("must be a whole number")
-
-
-def _number(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,20}(\.\d{1,20})?", value):
-        return float(value)
-    raise ValueError("must be a number")
-
-
-def _switch(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-        return value.lower() in ("true", "1", "yes", "on")
-    raise ValueError("must be true or false")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a string")
-    if "\0" in value or len(value) > 4096:
-        raise ValueError("must be at most 4096 characters without NUL")
-    return value
-
-
-def _host(value: object) -> str:
-    text = _text(value)
-    if not text or any(c.isspace() for c in text) or "/" in text:
-        raise ValueError("must be a host name or an IP address, like '127.0.0.1'")
-    return text
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """'host:port' or '[v6]:port' -> (host, port 1..65535). Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    bare_v6 = ":" in host and not text.startswith("[")
-    if not colon or not host or bare_v6 or not port.isascii() or not port.isdigit() or len(port) > 5 or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{text!r} is no address: write 'host:port' with a port in 1..65535, like '127.0.0.1:7400'")
-    return _host(host), int(port)
-
-
-def split_addresses(text: str) -> list[tuple[str, int]]:
-    """'m1:7400,m2:7400' -> [(host, port), ...], at least one. Raises ValueError."""
-    return [split_address(part.strip()) for part in text.split(",")]
-
-
-def _addresses(value: object) -> str:
-    text = _text(value)
-    split_addresses(text)
-    return text
-
-
-@dataclass(frozen=True, slots=True)
-class SsdPlace:
-    """Where a worker's SSD tier lies and how many bytes all of its files may have."""
-
-    directory: Path
-    size_bytes: int
-
-
-SSD_BYTES_MIN: Final = 1 * MIB  # below, an extent's header and table leave no room for a block
-
-
-def parse_ssd(value: object) -> SsdPlace | None:
-    """'DIR:SIZE' -> the place; '' -> None (no SSD tier). Raises ValueError."""
-    text = _text(value)
-    if not text:
-        return None
-    directory, colon, size = text.rpartition(":")
-    if not colon or not directory:
-        raise ValueError(f"{text!r}: must be DIR:SIZE, like '/mnt/nvme/kvpool:200GiB'")
-    size_bytes = parse_size(size)
-    if not SSD_BYTES_MIN <= size_bytes <= 1024 * TIB:
-        raise ValueError(f"size {size!r} is not in {SSD_BYTES_MIN}..{1024 * TIB} bytes")
-    return SsdPlace(Path(directory), size_bytes)
-
-
-def _ssd(value: object) -> str:
-    text = _text(value)
-    parse_ssd(text)
-    return text
-
-
-def _path(value: object) -> Path:
-    if isinstance(value, Path):
-        return value
-    text = _text(value)
-    if not text:
-        raise ValueError("must be a directory, not empty")
-    return Path(text).expanduser()
 
 
 def default_data_dir(role: Role) -> Path:
@@ -197,21 +70,22 @@ def default_data_dir(role: Role) -> Path:
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 TimeMs = Annotated[int, BeforeValidator(parse_time_ms)]
-Whole = Annotated[int, BeforeValidator(_whole)]
-Number = Annotated[float, BeforeValidator(_number)]
-Switch = Annotated[bool, BeforeValidator(_switch)]
-Text = Annotated[str, BeforeValidator(_text)]
-Host = Annotated[str, BeforeValidator(_host)]
-Addresses = Annotated[str, BeforeValidator(_addresses)]
-Ssd = Annotated[str, BeforeValidator(_ssd)]
-Directory = Annotated[Path, BeforeValidator(_path)]
+Whole = Annotated[int, BeforeValidator(as_whole)]
+Number = Annotated[float, BeforeValidator(as_number)]
+Switch = Annotated[bool, BeforeValidator(as_switch)]
+Text = Annotated[str, BeforeValidator(as_text)]
+Advertised = Annotated[str, BeforeValidator(as_advertised)]
+Host = Annotated[str, BeforeValidator(as_host)]
+Addresses = Annotated[str, BeforeValidator(as_addresses)]
+Ssd = Annotated[str, BeforeValidator(as_ssd)]
+Directory = Annotated[Path, BeforeValidator(as_path)]
 
 
 # --- settings of each role ----------------------------------------------------------------------------------------------
 
 
 class Settings(BaseSettings):
-    """Base of all settings: frozen; unknown names refused. Building one directly checks it and reads no environment; `load` does."""
+    """Base of all settings: frozen, unknown names refused. Building one checks it and reads no environment; `load` does."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=True)
     role: ClassVar[Role]
@@ -219,7 +93,11 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        *_args: PydanticBaseSettingsSource,
+        **_kwargs: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # `load` merges, so that an error can name the source
 
@@ -236,12 +114,18 @@ def _is_loopback(host: str) -> bool:
 class _Served(Settings):
     """What all roles that listen have in common."""
 
-    host: Host = Field("127.0.0.1", description="address to listen on; another one than this machine's own needs token_file or insecure")
-    advertise: Text = Field("", description="host that others are told; empty: host")
+    host: Host = Field("127.0.0.1", description="address to listen on; not loopback: token_file or insecure")
+    advertise: Advertised = Field("", description="host that others are told; empty: host")
     http_host: Host = Field("127.0.0.1", description="address of /metrics, /healthz and /readyz")
     token_file: Text = Field("", description="file with the shared token; empty: no token is asked")
-    insecure: Switch = Field(False, description="listen on another address than this machine's own without a token")
+    insecure: Switch = Field(False, description="listen beyond loopback without a token")
     drain_timeout_ms: TimeMs = Field(10_000, ge=0, le=24 * HOUR_MS, description="how long a stop waits for work under way")
+
+    @model_validator(mode="after")
+    def _told(self) -> Self:
+        if self.host in ("0.0.0.0", "::") and not self.advertise and self.role is not Role.MASTER:
+            raise ValueError(f"advertise: host is {self.host}, which others cannot connect to; say by which address they reach it")
+        return self
 
     @model_validator(mode="after")
     def _safe(self) -> Self:
@@ -256,7 +140,7 @@ class MasterSettings(_Served):
     role: ClassVar[Role] = Role.MASTER
     port: Whole = Field(7400, ge=0, le=65535, description="gRPC port; 0: any free one")
     http_port: Whole = Field(7401, ge=0, le=65535, description="HTTP port; 0: any free one")
-    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.MASTER), description="directory of the master's state")
+    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.MASTER), description="directory of its state")
     store: Text = Field("", description="empty: LMDB in data_dir")
     heartbeat_ms: TimeMs = Field(500, ge=10, le=60_000, description="how often workers say that they live")
     suspect_after_ms: TimeMs = Field(1500, ge=20, le=600_000, description="silence after which a worker is asked last")
@@ -281,17 +165,17 @@ class WorkerSettings(_Served):
     master: Addresses = Field("127.0.0.1:7400", description="address of the master, several with commas")
     port: Whole = Field(0, ge=0, le=65535, description="data port; 0: any free one")
     http_port: Whole = Field(0, ge=0, le=65535, description="HTTP port; 0: any free one")
-    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.WORKER), description="directory of the worker's id and state")
-    dram: Size = Field(GIB, ge=4096, le=1024 * TIB, description="bytes of memory lent to the pool")
+    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.WORKER), description="directory of its id and state")
+    dram: Size = Field(GIB, ge=4096, le=1024 * TIB, description="memory lent to the pool")
     ssd: Ssd = Field("", description="DIR:SIZE of the SSD tier; empty: none")
     buffered_ssd: Switch = Field(False, description="never use O_DIRECT for the SSD tier")
     io_threads: Whole = Field(4, ge=1, le=256, description="threads for SSD, long copies and hashing")
     ring_bytes: Size = Field(32 * MIB, ge=64 * KIB, le=GIB, description="ring of one local connection that puts")
     ring_total_bytes: Size = Field(GIB, ge=64 * KIB, le=64 * GIB, description="all rings together")
     connections_max: Whole = Field(4096, ge=1, le=100_000, description="connections served at once")
-    idle_timeout_ms: TimeMs = Field(10 * 60_000, ge=100, le=24 * HOUR_MS, description="silence after which a connection is closed")
+    idle_timeout_ms: TimeMs = Field(600_000, ge=100, le=24 * HOUR_MS, description="silence that closes a connection")
     body_timeout_ms: TimeMs = Field(30_000, ge=100, le=HOUR_MS, description="how long a begun frame may take")
-    hold_ttl_ms_max: TimeMs = Field(10 * 60_000, ge=1, le=24 * HOUR_MS, description="longest hold")
+    hold_ttl_ms_max: TimeMs = Field(600_000, ge=1, le=24 * HOUR_MS, description="longest hold")
     staging_bytes: Size = Field(256 * MIB, ge=MIB, le=64 * GIB, description="buffers for SSD reads and writes")
     high_watermark: Number = Field(0.9, gt=0, le=1, description="fill of the DRAM tier that starts making room")
     low_watermark: Number = Field(0.75, ge=0, lt=1, description="fill down to which blocks are kept ready to go")
@@ -365,8 +249,21 @@ _SHORT_FORMS: Final[dict[str, dict[Role, str]]] = {
 _SERVICE_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 
 
-def load(role: Role | str, *, file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Any:
-    """The checked settings of `role`. `flags`: field -> value, None: not given. Raises ConfigError; reads `file` and the environment."""
+@overload
+def load(role: Literal["master"], *, file: Path | None = ..., flags: Mapping[str, Any] | None = ...) -> MasterSettings: ...
+@overload
+def load(role: Literal["worker"], *, file: Path | None = ..., flags: Mapping[str, Any] | None = ...) -> WorkerSettings: ...
+@overload
+def load(role: Literal["client"], *, file: Path | None = ..., flags: Mapping[str, Any] | None = ...) -> ClientSettings: ...
+@overload
+def load(role: Literal["up"], *, file: Path | None = ..., flags: Mapping[str, Any] | None = ...) -> UpSettings: ...
+@overload
+def load(role: str, *, file: Path | None = ..., flags: Mapping[str, Any] | None = ...) -> Settings: ...
+def load(role: str, *, file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """The checked settings of `role`. `flags`: field -> value, None: not given. Reads `file` and the environment.
+
+    Raises ConfigError with one sentence for each wrong value. Nothing is kept: two calls may differ. Any thread.
+    """
     role = Role(role)
     cls = ROLES[role]
     given: dict[str, _Given] = {}
@@ -494,17 +391,23 @@ def _explain(cls: type[Settings], given: Mapping[str, _Given], error: Validation
         name = str(item["loc"][0])
         source = given[name].source if name in given else "default"
         shown = "***" if name == "token" else f"{item['input']!r:.80}"
-        yield f"{name} (from {source}): {shown}: {message}; allowed: {allowed(cls, name)}"
+        yield f"{name} (from {source}): {shown}: {_plain(message)}; allowed: {allowed(cls, name)}"
+
+
+_WORDS: Final = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+def _plain(message: str) -> str:
+    return message.replace("Input should be greater than or equal to", "is below").replace(
+        "Input should be less than or equal to", "is above").replace("Input should be", "must be")  # fmt: skip
 
 
 def allowed(cls: type[Settings], name: str) -> str:
     """What a setting may be, in words."""
     field = cls.model_fields[name]
-    low = high = ""
-    for rule in field.metadata:
-        low = next((f"{sign} {getattr(rule, attribute):,}" for attribute, sign in (("ge", "from"), ("gt", "above")) if hasattr(rule, attribute)), low)
-        high = next((f"{sign} {getattr(rule, attribute):,}" for attribute, sign in (("le", "to"), ("lt", "below")) if hasattr(rule, attribute)), high)
-    return " ".join(part for part in (low, high) if part) or field.description or ""
+    limits = {attribute: getattr(rule, attribute) for rule in field.metadata for attribute in _WORDS if hasattr(rule, attribute)}
+    words = [f"{_WORDS[attribute]} {limit}" for attribute, limit in limits.items()]
+    return " ".join(words) or field.description or ""
 
 
 # --- this machine -------------------------------------------------------------------------------------------------------

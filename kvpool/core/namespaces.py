@@ -1,4 +1,4 @@
-"""What a namespace is: one tenant's keyspace with one layout. A value: `master.store` keeps it, `master.wire` says how it travels."""
+"""What a namespace is: one tenant's keyspace with one layout. A value: `master.store` keeps it, `master.wire` sends it."""
 
 from __future__ import annotations
 
