@@ -1,0 +1,208 @@
+"""The workers that a client knows: identity, reachability (breaker), and the link to each. Learned from the master's answers.
+
+A peer is one incarnation of one worker and has a number of the client's own, which outlives epochs of the master. Which transport
+a link takes is decided in `transport.choose`; which peer to ask in `core.fetch` and `core.placement`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, attempt_ms
+from kvpool.core.placement import Candidate
+from kvpool.core.types import MissCause, WorkerId
+from kvpool.transport.base import LinkCause, LinkError, LinkOptions, WorkerAddress, WorkerLink
+from kvpool.transport.choose import link as make_link
+
+T = TypeVar("T")
+
+STATE_JOINING, STATE_UP, STATE_SUSPECT, STATE_DOWN = 0, 1, 2, 3  # as HolderInfo.state
+COUNTED_TIMEOUT_MS: Final = 100  # a caller that gave less than this cannot conclude that the worker is ill
+RETRY_MS: Final = (10, 20, 40, 80, 160)  # pauses before asking again what a worker cannot do yet
+PEERS_MAX: Final = 4096  # incarnations remembered; the longest gone are forgotten first
+
+# The worker answered, but not with what was wanted, and may a moment later.
+NOT_YET: Final = frozenset((LinkCause.UNKNOWN_NAMESPACE, LinkCause.BUSY, LinkCause.NOT_READY))
+_UNREACHABLE: Final = frozenset((LinkCause.REFUSED, LinkCause.CLOSED, LinkCause.RESTARTED, LinkCause.PROTOCOL))
+
+
+def miss_of(error: LinkError) -> MissCause:
+    """Why a block was not served when its worker failed like this."""
+    if error.cause in _UNREACHABLE:
+        return MissCause.WORKER_LOST
+    if error.cause in (LinkCause.TIMEOUT, LinkCause.BUSY, LinkCause.NOT_READY):
+        return MissCause.TIMEOUT
+    return MissCause.STALE_INDEX if error.cause is LinkCause.UNKNOWN_NAMESPACE else MissCause.UNKNOWN
+
+
+class Peer:
+    """One incarnation of a worker. `address` parts may be read from any thread; the rest is guarded by `lock`."""
+
+    __slots__ = ("address", "breaker", "capacity_bytes", "free_bytes", "host_id", "incarnation", "link", "local", "lock",
+                 "number", "state", "unix_name", "worker_id")  # fmt: skip
+
+    def __init__(self, number: int, info: WorkerAddress, *, local: bool) -> None:
+        self.number = number
+        self.worker_id, self.incarnation, self.host_id = info.worker_id, info.incarnation, info.host_id
+        self.address, self.unix_name = info.address, info.unix_name
+        self.local = local
+        self.state = STATE_UP
+        self.free_bytes = self.capacity_bytes = 0
+        self.breaker = Breaker()
+        self.link: WorkerLink | None = None
+        self.lock = threading.Lock()
+
+
+class Peers:
+    """All peers of a client, and every call to one: deadlines, probes, breaker and links in one place. Thread-safe."""
+
+    def __init__(self, *, host_id: str, options: LinkOptions) -> None:
+        self._host_id, self._options = host_id, options
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self._by_name: dict[tuple[str, int], Peer] = {}
+        self._by_number: dict[int, Peer] = {}
+        self._newest: dict[str, Peer] = {}  # worker id -> its latest incarnation
+        self._closed = False
+
+    # --- who there is ---------------------------------------------------------------------------------------------------
+
+    def learn(self, info: WorkerAddress, *, state: int, free_bytes: int = 0, capacity_bytes: int = 0) -> Peer:
+        """What the master says of a worker. An incarnation that is new ends the worker's earlier ones."""
+        name = (info.worker_id, info.incarnation)
+        ended: Peer | None = None
+        with self._lock:
+            peer = self._by_name.get(name)
+            if peer is None:
+                self._numbers += 1
+                peer = Peer(self._numbers, info, local=info.host_id == self._host_id)
+                self._by_name[name] = self._by_number[peer.number] = peer
+                ended = self._newest.get(info.worker_id)
+                self._newest[info.worker_id] = peer
+                self._forget_oldest()
+            if self._newest.get(info.worker_id) is peer:
+                peer.state = state
+            peer.free_bytes, peer.capacity_bytes = free_bytes, capacity_bytes
+        if ended is not None:
+            self._end(ended)
+        return peer
+
+    def _forget_oldest(self) -> None:
+        if len(self._by_number) <= PEERS_MAX:
+            return
+        for number, peer in list(self._by_number.items()):
+            if peer.state == STATE_DOWN:
+                del self._by_number[number]
+                del self._by_name[peer.worker_id, peer.incarnation]
+                return
+
+    def _end(self, peer: Peer) -> None:
+        with peer.lock:
+            peer.state = STATE_DOWN
+            link, peer.link = peer.link, None
+        if link is not None:
+            link.close()
+
+    def get(self, number: int) -> Peer | None:
+        return self._by_number.get(number)
+
+    def find(self, worker_id: str, incarnation: int) -> Peer | None:
+        return self._by_name.get((worker_id, incarnation))
+
+    def worker_id(self, number: int) -> str:
+        """Of a peer; "" when it is not known (any more)."""
+        peer = self._by_number.get(number)
+        return peer.worker_id if peer is not None else ""
+
+    def candidates(self) -> dict[WorkerId, tuple[Peer, Candidate]]:
+        """Peers that can be written to now, for `core.placement`."""
+        now_ms = time.monotonic() * 1e3
+        found: dict[WorkerId, tuple[Peer, Candidate]] = {}
+        with self._lock:
+            for peer in self._newest.values():
+                if peer.state in (STATE_UP, STATE_JOINING) and peer.breaker.usable(now_ms):
+                    name = WorkerId(peer.worker_id)
+                    found[name] = peer, Candidate(name, peer.host_id, peer.free_bytes, peer.capacity_bytes)
+        return found
+
+    def cost(self, number: int) -> int | MissCause:
+        """For `core.fetch`: what reading from this peer costs, or why it cannot be asked."""
+        peer = self._by_number.get(number)
+        if peer is None or peer.state == STATE_DOWN:
+            return MissCause.WORKER_LOST
+        breaker = peer.breaker
+        if not breaker.failures:
+            return (0 if peer.local else REMOTE_COST) + (SUSPECT_COST if peer.state == STATE_SUSPECT else 0)
+        if not breaker.usable(time.monotonic() * 1e3):
+            return breaker.cause
+        return REMOTE_COST + SUSPECT_COST
+
+    # --- asking them ----------------------------------------------------------------------------------------------------
+
+    def link_of(self, peer: Peer, *, deadline: float) -> WorkerLink:
+        """The link to the peer, made at first use. LinkError when it cannot be made."""
+        link = peer.link
+        if link is not None:
+            return link
+        with peer.lock:
+            if self._closed:
+                raise LinkError(LinkCause.CLOSED, f"worker {peer.worker_id}: the client is closed")
+            if peer.link is None:
+                peer.link = make_link(peer, self._options, deadline=deadline)
+            return peer.link
+
+    def call(self, peer: Peer, ask: Callable[[WorkerLink, float], T], *, deadline: float, alternatives: bool = False,
+             patient_until: float = 0.0) -> T:  # fmt: skip
+        """`ask(link, deadline of this attempt)` with the breaker's book kept. What the worker cannot do yet (NOT_YET) is asked
+        again after short pauses until `patient_until`. Raises LinkError, and what the first contact says (Unauthenticated...)."""
+        attempt = 0
+        while True:
+            now = time.monotonic()
+            with peer.lock:
+                probing = peer.breaker.begin(now * 1e3)
+            left_ms = attempt_ms((deadline - now) * 1e3, alternatives=alternatives, probing=probing)
+            try:
+                if left_ms <= 0:
+                    raise LinkError(LinkCause.TIMEOUT, f"worker {peer.worker_id}: no time left to ask it")
+                until = now + left_ms / 1e3
+                answer = ask(self.link_of(peer, deadline=until), until)
+            except LinkError as error:
+                self.note(peer, error, patience_ms=left_ms)
+                pause = RETRY_MS[min(attempt, len(RETRY_MS) - 1)] / 1e3
+                attempt += 1
+                if error.cause not in NOT_YET or time.monotonic() + pause >= min(patient_until, deadline):
+                    raise
+                time.sleep(pause)
+                continue
+            if peer.breaker.failures:
+                with peer.lock:
+                    peer.breaker.succeeded()
+            return answer
+
+    def note(self, peer: Peer, error: LinkError, *, patience_ms: float) -> None:
+        """A failure in the breaker's book. `patience_ms`: how long the worker was waited for."""
+        with peer.lock:
+            if error.cause is LinkCause.RESTARTED:
+                peer.state = STATE_DOWN  # this incarnation does not come back
+            if error.cause is LinkCause.TIMEOUT and patience_ms < COUNTED_TIMEOUT_MS:
+                return
+            if error.cause in _UNREACHABLE or error.cause is LinkCause.TIMEOUT:
+                peer.breaker.failed(time.monotonic() * 1e3, miss_of(error))
+            else:
+                peer.breaker.succeeded()
+
+    def all(self) -> Iterable[Peer]:
+        with self._lock:
+            return list(self._by_number.values())
+
+    def close(self) -> None:
+        """Ends every link; calls under way in other threads end with LinkError."""
+        self._closed = True
+        for peer in self.all():
+            with peer.lock:
+                link, peer.link = peer.link, None
+            if link is not None:
+                link.close()
