@@ -122,17 +122,17 @@ class _Served(Settings):
     drain_timeout_ms: TimeMs = Field(10_000, ge=0, le=24 * HOUR_MS, description="how long a stop waits for work under way")
 
     @model_validator(mode="after")
-    def _told(self) -> Self:
-        if self.host in ("0.0.0.0", "::") and not self.advertise and self.role is not Role.MASTER:
-            raise ValueError(f"advertise: host is {self.host}, which others cannot connect to; say by which address they reach it")
-        return self
-
-    @model_validator(mode="after")
     def _safe(self) -> Self:
         for name in ("host", "http_host"):
             host = getattr(self, name)
             if not _is_loopback(host) and not self.token_file and not self.insecure:
                 raise ValueError(f"{name}: {host!r} is reachable from other machines; give token_file, or say insecure")
+        return self
+
+    @model_validator(mode="after")
+    def _told(self) -> Self:
+        if self.host in ("0.0.0.0", "::") and not self.advertise and self.role is not Role.MASTER:
+            raise ValueError(f"advertise: host is {self.host}, which nobody can connect to; say by which address others do")
         return self
 
 
@@ -165,7 +165,7 @@ class WorkerSettings(_Served):
     master: Addresses = Field("127.0.0.1:7400", description="address of the master, several with commas")
     port: Whole = Field(0, ge=0, le=65535, description="data port; 0: any free one")
     http_port: Whole = Field(0, ge=0, le=65535, description="HTTP port; 0: any free one")
-    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.WORKER), description="directory of its id and state")
+    data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.WORKER), description="directory of its state")
     dram: Size = Field(GIB, ge=4096, le=1024 * TIB, description="memory lent to the pool")
     ssd: Ssd = Field("", description="DIR:SIZE of the SSD tier; empty: none")
     buffered_ssd: Switch = Field(False, description="never use O_DIRECT for the SSD tier")
@@ -216,7 +216,7 @@ class UpSettings(_Served):
     role: ClassVar[Role] = Role.UP
     workers: Whole = Field(1, ge=1, le=64, description="workers on this machine")
     dram: Size = Field(GIB, ge=4096, le=1024 * TIB, description="bytes of memory of each worker")
-    ssd: Ssd = Field("", description="DIR:SIZE of each worker's SSD tier (DIR/worker-<i>); empty: none")
+    ssd: Ssd = Field("", description="DIR:SIZE of each worker's SSD tier; empty: none")
     port: Whole = Field(7400, ge=0, le=65535, description="gRPC port of the master; 0: any free one")
     http_port: Whole = Field(7401, ge=0, le=65535, description="HTTP port of the master; 0: any free one")
     data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.UP), description="directory of all state")
@@ -319,7 +319,7 @@ def _from_file(role: Role, file: Path | None) -> dict[str, _Given]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"config file {file}: no valid TOML: {error}") from None
     if not tables:
-        raise ConfigError(f"config file {file}: is empty; it needs at least one of the tables {', '.join(f'[{r}]' for r in Role)}")
+        raise ConfigError(f"config file {file}: is empty; it needs one of the tables {', '.join(f'[{r}]' for r in Role)}")
     for name, table in tables.items():
         _check_table(file, name, table)
     return {name: _Given(value, f"{file} [{role}]") for name, value in tables.get(role.value, {}).items()}

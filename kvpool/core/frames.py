@@ -1,4 +1,4 @@
-"""Codec of the data plane, version 1: frame header and the meta of every op. Pure; sockets are in `transport` and `worker.dataplane`.
+"""Codec of the data plane, version 1: frame header and the meta of every op. Sockets are in `transport` and `worker.dataplane`.
 
     header (40 bytes, little-endian)                                meta (packed)      payload
     magic  version op flags status reserved request deadline meta   ┌───────────────┐  ┌──────────────────────┐
@@ -36,6 +36,8 @@ MAX_META_BYTES: Final = 8 << 20  # 16,384 keys with sizes and checksums of 80 la
 MAX_HELLO_BYTES: Final = 4096  # all that an unauthenticated connection may make the server keep
 MAX_PAYLOAD_BYTES: Final = MAX_BLOCK_BYTES  # one block of the largest size; senders split batches far below
 MAX_RANGES: Final = MAX_BATCH_KEYS
+MAX_DEPTH: Final = (1 << 32) - 1  # a block's position in its chain, u32
+NO_HOLD: Final = HoldId(0)
 
 _HEADER: Final = struct.Struct("<4sBBHHHQIIQI")
 HEADER_BYTES: Final = _HEADER.size
@@ -109,11 +111,14 @@ class Header:
 
 
 _OPS: Final = {int(op): op for op in Op}
+_FLAGS: Final = sum(Flag)
 _STATUSES: Final = {int(status): status for status in Status}
 
 
 def decode_header(raw: bytes | bytearray | memoryview, *, meta_bytes_max: int = MAX_META_BYTES) -> Header:
     """40 bytes -> header. Raises FrameError on anything that this build would not have sent."""
+    if len(raw) != HEADER_BYTES:
+        raise FrameError(f"header of {len(raw)} bytes; it has {HEADER_BYTES}")
     magic, version, op, flags, status, reserved, request_id, deadline, meta, payload, pad = _HEADER.unpack(raw)
     if magic != MAGIC:
         raise FrameError(f"magic is {magic!r}, not {MAGIC!r}")
@@ -121,8 +126,8 @@ def decode_header(raw: bytes | bytearray | memoryview, *, meta_bytes_max: int = 
         raise FrameError(f"frame version {version}; this side speaks {', '.join(map(str, VERSIONS))}")
     if op not in _OPS:
         raise FrameError(f"unknown op {op}")
-    if status not in _STATUSES or reserved or pad:
-        raise FrameError("unknown status or reserved bits set")
+    if status not in _STATUSES or flags & ~_FLAGS or reserved or pad:
+        raise FrameError("unknown status or flag, or reserved bits set")
     if meta > meta_bytes_max:
         raise FrameError(f"meta of {meta} bytes; the limit is {meta_bytes_max}")
     if payload > MAX_PAYLOAD_BYTES:
@@ -155,6 +160,8 @@ class _Reader:
         uid, parent, depth, n, chained = _KEYS.unpack(self.take(_KEYS.size))
         if n > MAX_BATCH_KEYS:
             raise FrameError(f"{n} keys in one frame; the limit is {MAX_BATCH_KEYS}")
+        if depth + n > MAX_DEPTH:
+            raise FrameError(f"a chain that ends at depth {depth + n}; the limit is {MAX_DEPTH}")
         if chained > 1:
             raise FrameError("chained is neither 0 nor 1")
         return KeyBatch(NamespaceUid(uid), self.take(n * KEY_BYTES), parent, depth, bool(chained))
@@ -208,7 +215,7 @@ class ReadRequest:
     batch: KeyBatch
     offset: int = 0
     length: int = 0
-    hold_id: HoldId = HoldId(0)
+    hold_id: HoldId = NO_HOLD
 
     def encode(self) -> bytes:
         return _READ.pack(self.offset, self.length, self.hold_id) + _encode_keys(self.batch)
@@ -369,7 +376,7 @@ class ReadAnswer:
 
     entries: npt.NDArray[np.void]
     sums: U64
-    hold_id: HoldId = HoldId(0)
+    hold_id: HoldId = NO_HOLD
 
     def encode(self) -> bytes:
         head = _ANSWER.pack(self.hold_id, len(self.entries), len(self.sums))
