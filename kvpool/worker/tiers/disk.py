@@ -21,28 +21,29 @@ IOV_MAX: Final = 1000  # the kernel takes 1024 pieces a call
 OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # never through a symlink, never waiting on a pipe put there
 
 
-def open_directory(directory: Path) -> int:
+def open_directory(directory: Path, *, setting: str) -> int:
+    """Fd of a directory, made if it is not there. Raises ConfigError naming `setting`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"ssd: directory {directory} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"{setting}: directory {directory} cannot be used: {error.strerror}") from error
 
 
-def take_lock(dir_fd: int, directory: Path) -> int:
-    """Exclusive for as long as the fd is open; a lock of a dead process does not block."""
+def take_lock(dir_fd: int, directory: Path, *, setting: str, name: str = LOCK_NAME) -> int:
+    """Exclusive for as long as the fd is open; a lock of a dead process does not block. Raises ConfigError naming the holder."""
     try:
-        fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600, dir_fd=dir_fd)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600, dir_fd=dir_fd)
     except OSError as error:
-        raise ConfigError(f"ssd: directory {directory} cannot be written: {LOCK_NAME}: {error.strerror}") from error
+        raise ConfigError(f"{setting}: directory {directory} cannot be written: {name}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
         if error.errno != errno.EWOULDBLOCK:
-            raise ConfigError(f"ssd: directory {directory} cannot be locked: {error.strerror}") from error
-        raise ConfigError(f"ssd: directory {directory} is in use by another worker (pid {holder})") from error
+            raise ConfigError(f"{setting}: directory {directory} cannot be locked: {error.strerror}") from error
+        raise ConfigError(f"{setting}: directory {directory} is in use by another worker (pid {holder})") from error
     with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -147,9 +147,9 @@ class SsdTier:
         self._out_reason: str | None = None
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._dir_fd = open_directory(directory)
+            self._dir_fd = open_directory(directory, setting="ssd")
             undo.callback(os.close, self._dir_fd)
-            self._lock_fd = take_lock(self._dir_fd, directory)
+            self._lock_fd = take_lock(self._dir_fd, directory, setting="ssd")
             undo.callback(os.close, self._lock_fd)
             self._direct_flag = 0 if buffered else probe_direct(self._dir_fd)
             undo.pop_all()
