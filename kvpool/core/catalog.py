@@ -68,14 +68,15 @@ class Catalog:
         if uid not in self._tables:
             self._tables[uid] = _Table(sized=sized)
 
-    def apply(self, uid: NamespaceUid, holder: Holder, keys: bytes, tiers: bytes, *, sizes: bytes = b"") -> list[Key]:
+    def apply(self, uid: NamespaceUid, holder: Holder, keys: bytes, tiers: bytes, *, sizes: bytes = b"") -> list[int]:
         """The holder has key i in `tiers[i]` (low 4 bits; 0: not any more). keys: n * 34 bytes; tiers: u8 [n]; sizes: u32
-        little-endian [n] or empty. Returns the keys that nobody has after this. A namespace that was not opened is made."""
+        little-endian [n] or empty. Returns which of them (their positions) nobody has any more. A namespace that was not opened
+        is made."""
         table = self._tables.get(uid)
         if table is None:
             table = self._tables[uid] = _Table(sized=False)
         blocks = table.blocks
-        gone: list[Key] = []
+        gone: list[int] = []
         added = removed = 0
         memo: dict[int, Replicas] = {}  # by identity: equal tuples are one object, kept alive by `_interned`
         sized = table.sizes is not None and len(sizes) == 4 * len(tiers)
@@ -100,7 +101,7 @@ class Catalog:
                     table.sizes[key] = size_of[i]
             else:
                 del blocks[key]
-                gone.append(key)
+                gone.append(i)
                 if table.sizes is not None:
                     table.n_bytes -= table.sizes.pop(key, 0)
         if added or removed:
