@@ -1,0 +1,50 @@
+"""The `kvpool` command: its groups put together. What each command does is in the group's own module.
+
+Command modules import the weight (grpc, numpy, rich) inside their functions, so that `kvpool --help` is quick.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli import blocks, config_cmd, demo, ns, replay, roles, status, up
+from kvpool.cli.common import PoolGroup
+
+app = typer.Typer(
+    name="kvpool",
+    cls=PoolGroup,
+    help="A tiered pool for LLM KV cache: blocks put by one inference node are got by any other, from DRAM and SSD.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"kvpool {version('kvpool')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+app.command("up")(up.up)
+app.command("master")(roles.master)
+app.command("worker")(roles.worker)
+app.command("demo")(demo.demo)
+app.command("replay")(replay.replay)
+app.command("status")(status.status)
+app.add_typer(ns.app, name="ns")
+app.command("ls")(blocks.ls)
+app.command("rm")(blocks.rm)
+app.add_typer(config_cmd.app, name="config")

@@ -1,0 +1,178 @@
+"""`kvpool ns`: namespaces, listed, shown, made and deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpool.cli.ask import master_at
+from kvpool.cli.common import (
+    DeadlineOption,
+    JsonOption,
+    MasterOption,
+    PoolGroup,
+    TokenFileOption,
+    format_bytes,
+    parse_size,
+    print_json,
+    table,
+)
+from kvpool.errors import ConfigError, InvalidArgument
+
+if TYPE_CHECKING:
+    from kvpool.v1 import master_pb2 as pb
+
+app = typer.Typer(cls=PoolGroup, no_args_is_help=True, rich_markup_mode=None, help="Namespaces: list, show, create, delete.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The namespace.")]
+
+
+@app.command("list")
+def list_(
+    master: MasterOption = None,
+    token_file: TokenFileOption = None,
+    deadline: DeadlineOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """All namespaces."""
+    with master_at(master, token_file=token_file, deadline=deadline) as asked:
+        found = [facts_of(namespace) for namespace in asked.namespaces()]
+    if json:
+        print_json({"namespaces": found})
+        return
+    rows = [(n["name"], format_bytes(n["block_bytes"]), n["hash"], n["replicas"], n["layout"]["model"]) for n in found]
+    table(("NAMESPACE", "BLOCK", "HASH", "REPLICAS", "MODEL"), rows, empty="no namespaces")
+
+
+@app.command("show")
+def show(
+    name: Name,
+    master: MasterOption = None,
+    token_file: TokenFileOption = None,
+    deadline: DeadlineOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """One namespace: its layout, settings, blocks and bytes."""
+    from kvpool.v1 import master_pb2 as pb
+
+    with master_at(master, token_file=token_file, deadline=deadline) as asked:
+        facts = facts_of(asked.namespace(name))
+        reply = asked.call("Describe", pb.DescribeRequest())
+    for entry in reply.namespaces:
+        if entry.namespace.name == name:
+            facts |= {"blocks": entry.blocks, "bytes": entry.bytes}
+    if json:
+        print_json(facts)
+        return
+    layout = facts.pop("layout")
+    table(("FIELD", "VALUE"), [*facts.items(), *((f"layout.{key}", value) for key, value in layout.items())], empty="")
+
+
+@app.command("create")
+def create(
+    name: Name,
+    block_bytes: Annotated[
+        str | None, typer.Option("--block-bytes", metavar="SIZE", help="Opaque values of up to this size.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens a block of opaque values.")] = 1,
+    layout: Annotated[
+        Path | None, typer.Option("--layout", metavar="FILE", help="JSON of a KVLayout, as `ns show` prints it.")
+    ] = None,
+    hash: Annotated[str, typer.Option("--hash", metavar="KIND", help="sha256, xxh3_128 or external.")] = "sha256",  # noqa: A002
+    salt: Annotated[str, typer.Option("--salt", metavar="HEX", help="Bytes that go into every hash.")] = "",
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Copies of a block, on different workers.")] = 1,
+    quota: Annotated[str | None, typer.Option("--quota", metavar="SIZE", help="At most this much in the pool.")] = None,
+    master: MasterOption = None,
+    token_file: TokenFileOption = None,
+    deadline: DeadlineOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """Create a namespace; one that exists must have the same layout, hash and salt."""
+    from kvpool.core.layout import KVLayout
+    from kvpool.core.namespaces import NamespaceSpec, check_hash
+    from kvpool.core.types import UID_BYTES, NamespaceUid
+    from kvpool.master.wire import spec_to_proto
+    from kvpool.v1 import master_pb2 as pb
+
+    if (block_bytes is None) == (layout is None):
+        raise ConfigError("say either --block-bytes or --layout")
+    try:
+        salt_bytes = bytes.fromhex(salt)
+    except ValueError:
+        raise ConfigError(f"--salt: {salt!r} is not hexadecimal") from None
+    if layout is not None:
+        meaning = KVLayout.from_json(layout.read_text(encoding="utf-8"))
+    else:
+        meaning = KVLayout.opaque(parse_size(block_bytes or "", option="--block-bytes"), block_tokens)
+    spec = NamespaceSpec.of(
+        NamespaceUid(bytes(UID_BYTES)),
+        name,
+        meaning,
+        hash=check_hash(hash),
+        salt=salt_bytes,
+        replicas=replicas,
+        quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
+    )
+    message = spec_to_proto(spec)
+    message.ClearField("uid")
+    with master_at(master, token_file=token_file, deadline=deadline) as asked:
+        reply = asked.call("CreateNamespace", pb.CreateNamespaceRequest(namespace=message))
+    if json:
+        print_json({"created": reply.created, **facts_of(reply.namespace)})
+    else:
+        print(f"{name}: {'created' if reply.created else 'exists already, with this layout'}")
+
+
+@app.command("delete")
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    master: MasterOption = None,
+    token_file: TokenFileOption = None,
+    deadline: DeadlineOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """Delete a namespace and all its blocks, everywhere."""
+    from kvpool.v1 import master_pb2 as pb
+
+    with master_at(master, token_file=token_file, deadline=deadline) as asked:
+        asked.namespace(name)
+        if not yes:
+            confirm(f"delete namespace {name} and all its blocks?")
+        reply = asked.call("DeleteNamespace", pb.DeleteNamespaceRequest(name=name))
+    pending = list(reply.pending_workers)
+    if json:
+        print_json({"deleted": name, "n_removed": reply.n_removed, "pending_workers": pending})
+        return
+    print(f"{name}: deleted, {reply.n_removed} blocks" + (f"; still to be confirmed by {', '.join(pending)}" if pending else ""))
+
+
+def confirm(question: str) -> None:
+    """Ask on a terminal; without one, --yes is needed."""
+    import sys
+
+    if not sys.stdin.isatty():
+        raise InvalidArgument("not a terminal to ask on: say --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
+def facts_of(namespace: pb.Namespace) -> dict[str, Any]:
+    """A namespace as JSON."""
+    import json
+
+    return {
+        "name": namespace.name,
+        "uid": namespace.uid.hex(),
+        "block_bytes": namespace.block_bytes,
+        "block_tokens": namespace.block_tokens,
+        "variable": namespace.variable,
+        "hash": namespace.hash,
+        "salt": namespace.salt.hex(),
+        "replicas": namespace.replicas,
+        "quota_bytes": namespace.quota_bytes or None,
+        "fingerprint": namespace.fingerprint.hex(),
+        "layout": json.loads(namespace.layout),
+    }

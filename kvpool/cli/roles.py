@@ -1,0 +1,116 @@
+"""`kvpool master` and `kvpool worker`: flags to settings, then the role's own `run`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.common import JsonOption
+from kvpool.errors import KVPoolError
+
+PR_SET_PDEATHSIG = 1
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with a table for each role.")]
+Host = Annotated[str | None, typer.Option("--host", metavar="HOST", help="Address to bind [127.0.0.1].")]
+Advertise = Annotated[str | None, typer.Option("--advertise", metavar="HOST", help="Address that others reach it by.")]
+Port = Annotated[int | None, typer.Option("--port", metavar="P", help="Port; 0: any free one.")]
+HttpPort = Annotated[int | None, typer.Option("--http-port", metavar="P", help="Port of metrics and health; 0: any free one.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="File with the shared token.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow another address than 127.0.0.1 without a token.")]
+DrainTimeout = Annotated[str | None, typer.Option("--drain-timeout", metavar="TIME", help="Longest wait for what is under way.")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Directory of what outlives the process.")]
+MasterAddress = Annotated[str | None, typer.Option("--master", metavar="HOST:PORT", help="The master [KVPOOL_MASTER].")]
+Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Its state's home [LMDB in the data directory].")]
+ParentPid = Annotated[int | None, typer.Option("--parent-pid", hidden=True, help="End when this process, the parent, does.")]
+
+
+def given(**flags: Any) -> dict[str, Any]:
+    """The flags that were given; paths as text."""
+    words = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    return {name: value for name, value in words.items() if value is not None and value is not False}
+
+
+def die_with_parent(parent_pid: int | None) -> None:
+    """The kernel kills this process when the one that started it dies, however that happens."""
+    if parent_pid is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise KVPoolError(f"--parent-pid: {parent_pid} is not the parent (any more)")
+
+
+def master(
+    config: ConfigFile = None,
+    host: Host = None,
+    port: Port = None,
+    http_port: HttpPort = None,
+    data_dir: DataDir = None,
+    store: Store = None,
+    advertise: Advertise = None,
+    token_file: TokenFile = None,
+    insecure: Insecure = False,
+    drain_timeout: DrainTimeout = None,
+    json: JsonOption = False,
+    parent_pid: ParentPid = None,
+) -> None:
+    """Run one master until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
+    del json  # the ready line is JSON either way
+    die_with_parent(parent_pid)
+    from kvpool import config as configuration
+    from kvpool.master import server
+
+    flags = given(
+        host=host,
+        port=port,
+        http_port=http_port,
+        data_dir=data_dir,
+        store=store,
+        advertise=advertise,
+        token_file=token_file,
+        insecure=insecure,
+        drain_timeout_ms=drain_timeout,
+    )
+    raise typer.Exit(server.run(configuration.load("master", file=config, flags=flags)))
+
+
+def worker(
+    master: MasterAddress = None,
+    dram: Annotated[str | None, typer.Option("--dram", metavar="SIZE", help="Memory lent to the pool, e.g. 8GiB.")] = None,
+    ssd: Annotated[str | None, typer.Option("--ssd", metavar="DIR:SIZE", help="Directory and bytes lent to the pool.")] = None,
+    config: ConfigFile = None,
+    host: Host = None,
+    port: Port = None,
+    http_port: HttpPort = None,
+    data_dir: DataDir = None,
+    advertise: Advertise = None,
+    token_file: TokenFile = None,
+    insecure: Insecure = False,
+    drain_timeout: DrainTimeout = None,
+    json: JsonOption = False,
+    parent_pid: ParentPid = None,
+) -> None:
+    """Run one worker until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
+    del json  # the ready line is JSON either way
+    die_with_parent(parent_pid)
+    from kvpool import config as configuration
+    from kvpool.worker import server
+
+    flags = given(
+        master=master,
+        dram=dram,
+        ssd=ssd,
+        host=host,
+        port=port,
+        http_port=http_port,
+        data_dir=data_dir,
+        advertise=advertise,
+        token_file=token_file,
+        insecure=insecure,
+        drain_timeout_ms=drain_timeout,
+    )
+    raise typer.Exit(server.run(configuration.load("worker", file=config, flags=flags), parent_pid=parent_pid))

@@ -1,0 +1,104 @@
+"""`kvpool status`: the cluster at a glance, as the master sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpool.cli.ask import WORKER_STATES, master_at
+from kvpool.cli.common import (
+    DeadlineOption,
+    JsonOption,
+    MasterOption,
+    TokenFileOption,
+    format_bytes,
+    print_json,
+    table,
+)
+
+if TYPE_CHECKING:
+    from kvpool.v1 import master_pb2 as pb
+
+
+def status(
+    master: MasterOption = None,
+    token_file: TokenFileOption = None,
+    deadline: DeadlineOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """Workers, their tiers, namespaces and the size of the index."""
+    from kvpool.v1 import master_pb2 as pb
+
+    with master_at(master, token_file=token_file, deadline=deadline) as asked:
+        facts = status_json(asked.call("Describe", pb.DescribeRequest()))
+    if json:
+        print_json(facts)
+        return
+    rebuilding = "" if facts["complete"] else "; the index is being rebuilt"
+    print(
+        f"master {facts['leader'] or asked.address}, epoch {facts['epoch']}, {facts['index']['replicas']} replicas indexed{rebuilding}\n"
+    )
+    table(("WORKER", "STATE", "ADDRESS", "TIER", "USED", "OF", "BLOCKS", "TIER STATE"), _worker_rows(facts), empty="no workers")
+    print()
+    rows = [(n["name"], format_bytes(n["block_bytes"]), n["blocks"], format_bytes(n["bytes"])) for n in facts["namespaces"]]
+    table(("NAMESPACE", "BLOCK", "BLOCKS", "BYTES"), rows, empty="no namespaces")
+
+
+def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
+    """The answer of Describe as `kvpool status --json` prints it."""
+    workers = []
+    for worker in reply.workers:
+        info = worker.info
+        tiers = {
+            tier.tier: {
+                "capacity_bytes": tier.capacity_bytes,
+                "used_bytes": tier.used_bytes,
+                "blocks": tier.blocks,
+                "state": tier.state,
+            }
+            for tier in worker.tiers
+        }
+        state = WORKER_STATES[info.state] if info.state < len(WORKER_STATES) else "unknown"
+        workers.append(
+            {
+                "id": info.worker_id,
+                "incarnation": f"{info.incarnation:016x}",
+                "state": state,
+                "host": info.host_id,
+                "address": info.address,
+                "http": worker.http,
+                "pid": worker.pid,
+                "version": worker.version,
+                "tiers": tiers,
+            }
+        )
+    namespaces = [
+        {
+            "name": entry.namespace.name,
+            "tenant": "",  # tenants come with their own issue of the protocol
+            "block_bytes": entry.namespace.block_bytes,
+            "blocks": entry.blocks,
+            "bytes": entry.bytes,
+        }
+        for entry in reply.namespaces
+    ]
+    return {
+        "epoch": reply.epoch,
+        "leader": reply.leader,
+        "complete": reply.complete,
+        "workers": workers,
+        "namespaces": namespaces,
+        "index": {"replicas": reply.replicas, "bytes": reply.index_bytes},
+    }
+
+
+def _worker_rows(facts: dict[str, Any]) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for worker in facts["workers"]:
+        name: tuple[object, ...] = (worker["id"], worker["state"], worker["address"])
+        for tier, n in worker["tiers"].items() or [("-", None)]:
+            if n is None:
+                rows.append((*name, "-", "-", "-", "-", "-"))
+                continue
+            rows.append((*name, tier, format_bytes(n["used_bytes"]), format_bytes(n["capacity_bytes"]), n["blocks"], n["state"]))
+            name = ("", "", "")
+    return rows
