@@ -78,13 +78,14 @@ def _nearest(name: str, names: list[str]) -> str:
 def master_at(address: str | None, *, token_file: Path | None = None, deadline: str = "5s") -> Iterator[Master]:
     """A channel to the master (flag, else environment, else the default), closed at the end. Nothing is asked yet."""
     from kvpool.transport.rpc import open_channel
-    from kvpool.v1.master_pb2_grpc import MasterStub
+    from kvpool.v1 import master_pb2_grpc
 
+    make_stub: Any = master_pb2_grpc.MasterStub
     deadline_ms = parse_time_ms(deadline, option="--deadline")
     settings = client_settings(address, token_file)
     target = settings.master.split(",")[0].strip()
     channel = open_channel(target, token_of(settings))
     try:
-        yield Master(MasterStub(channel), target, deadline_ms / 1000)
+        yield Master(make_stub(channel), target, deadline_ms / 1000)
     finally:
         channel.close()

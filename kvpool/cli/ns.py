@@ -92,7 +92,6 @@ def create(
     """Create a namespace; one that exists must have the same layout, hash and salt."""
     from kvpool.core.layout import KVLayout
     from kvpool.core.namespaces import NamespaceSpec, check_hash
-    from kvpool.core.types import UID_BYTES, NamespaceUid
     from kvpool.master.wire import spec_to_proto
     from kvpool.v1 import master_pb2 as pb
 
@@ -107,7 +106,6 @@ def create(
     else:
         meaning = KVLayout.opaque(parse_size(block_bytes or "", option="--block-bytes"), block_tokens)
     spec = NamespaceSpec.of(
-        NamespaceUid(bytes(UID_BYTES)),
         name,
         meaning,
         hash=check_hash(hash),
@@ -116,7 +114,6 @@ def create(
         quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
     )
     message = spec_to_proto(spec)
-    message.ClearField("uid")
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         reply = asked.call("CreateNamespace", pb.CreateNamespaceRequest(namespace=message))
     if json:

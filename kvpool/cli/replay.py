@@ -185,9 +185,8 @@ def say(facts: dict[str, Any], tally: Tally) -> None:
     print(f"requests       {facts['requests']} with {facts['blocks']} blocks in {facts['seconds']:.1f} s")
     print(f"hit rate       {facts['hit_rate']:.4f} ({facts['hit_blocks']} blocks; by tier: {tiers}; over {transports})")
     print(f"miss causes    {causes} (of the first missing block of a request)")
-    print(
-        f"stored         {facts['stored_blocks']} blocks, {format_bytes(facts['bytes_put'])}; {facts['ssd_blocks_written']} written to SSD"
-    )
+    stored = f"{facts['stored_blocks']} blocks, {format_bytes(facts['bytes_put'])}"
+    print(f"stored         {stored}; {facts['ssd_blocks_written']} written to SSD")
     for name in ("get", "put"):
         p = facts[f"{name}_ms"]
         print(f"{name}            p50 {p['p50']:.2f} ms, p99 {p['p99']:.2f} ms")

@@ -34,9 +34,8 @@ def status(
         print_json(facts)
         return
     rebuilding = "" if facts["complete"] else "; the index is being rebuilt"
-    print(
-        f"master {facts['leader'] or asked.address}, epoch {facts['epoch']}, {facts['index']['replicas']} replicas indexed{rebuilding}\n"
-    )
+    leader, n_replicas = facts["leader"] or asked.address, facts["index"]["replicas"]
+    print(f"master {leader}, epoch {facts['epoch']}, {n_replicas} replicas indexed{rebuilding}\n")
     table(("WORKER", "STATE", "ADDRESS", "TIER", "USED", "OF", "BLOCKS", "TIER STATE"), _worker_rows(facts), empty="no workers")
     print()
     rows = [(n["name"], format_bytes(n["block_bytes"]), n["blocks"], format_bytes(n["bytes"])) for n in facts["namespaces"]]
