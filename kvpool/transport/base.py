@@ -92,9 +92,9 @@ Buffers = Sequence[memoryview] | Sequence[memoryview | None]
 
 @dataclass(slots=True)
 class ReadResult:
-    """Of a READ. `codes` [n]: HIT_INLINE or HIT_SHARED: the bytes are verified and in `outs`; a miss (`miss_cause`); REJECTED: the
-    buffer is smaller than the value, or the byte range ends past it, nothing was written; LATER: past the first miss (only with
-    `first_miss`). `tiers` [n]: Tiers (u8) it was read from. `sizes` [n]: bytes stored under the key, 0 for a miss.
+    """Of a READ. `codes` [n]: HIT_INLINE or HIT_SHARED: the bytes are verified and in `outs`; a miss (`miss_cause`); REJECTED:
+    the buffer is smaller than the value, or the byte range ends past it, nothing was written; LATER: past the first miss
+    (only with `first_miss`). `tiers` [n]: Tiers (u8) it was read from. `sizes` [n]: bytes stored under the key, 0 for a miss.
     `n_leading`: hits before the first block that is none. `error`: what cut the call short after some blocks had been
     served; the others then are misses with cause TIMEOUT or WORKER_LOST. Out buffers of blocks that are no hits may have been
     written to, except those of REJECTED."""
@@ -184,8 +184,8 @@ class WorkerAddress(Protocol):
 
 @runtime_checkable
 class WorkerLink(Protocol):
-    """One worker incarnation, reached by one transport. Pools connections and reconnects; a call that ends in an exception or past
-    its deadline has given up its connections, so that no late answer is taken for another's.
+    """One worker incarnation, reached by one transport. Pools connections and reconnects; a call that ends in an exception or
+    past its deadline has given up its connections, so that no late answer is taken for another's.
 
     All calls raise LinkError when the worker cannot be used, Unauthenticated and VersionMismatch from the first contact.
     Batches may have any number of keys: a link splits them into frames.
@@ -203,7 +203,8 @@ class WorkerLink(Protocol):
         `verify`: check sums of shared memory too. When it returns or raises, nobody writes to `outs` any more."""
         ...
 
-    def write(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool, deadline: float) -> bytes:
+    def write(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
+              deadline: float) -> bytes:  # fmt: skip
         """Blocks [n] to the worker; codes [n]: STORED, ALREADY, FULL, REJECTED, or UNLISTED (only with `wait_listed`: on the
         worker, and the master has not confirmed). Raised LinkError: any of them may have been stored."""
         ...

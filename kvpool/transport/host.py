@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NETWORK_NAMESPACE = "/proc/self/ns/net"
+NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 @cache
@@ -19,4 +18,4 @@ def host_id() -> str:
     is not there.
     """
     boot = BOOT_ID.read_text(encoding="ascii").strip()
-    return f"{boot}-{os.stat(NETWORK_NAMESPACE).st_ino}"
+    return f"{boot}-{NETWORK_NAMESPACE.stat().st_ino}"

@@ -1,0 +1,232 @@
+"""A worker of this host over shared memory: reads are copies out of its arena, puts go through the connection's ring.
+
+    read    READ|SHARED ─▶ places, held for this connection ─▶ copy merged runs ─▶ generations unchanged? ─▶ RELEASE (no answer)
+    write   small: copy to the ring ─▶ WRITE|RING; large: RESERVE ─▶ copy part k+1 while the worker takes part k ─▶ COMMIT
+    view    HOLD|VIEW on the views' own connection ─▶ READ|SHARED under it ─▶ read-only slices of the mapping
+
+Owns ShmLink and its arena maps: one a namespace, kept until the link closes (a link is for one incarnation). What the worker sends
+over the socket instead (from SSD, or when it has no ring to give) goes the way of `tcp`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvpool.core.frames import Flag, Op, ReadAnswer, ReadRequest, WriteRequest
+from kvpool.core.hashing import n_chunks
+from kvpool.core.keys import KeyBatch
+from kvpool.core.types import MAX_BATCH_KEYS, BlockCode, NamespaceUid
+from kvpool.transport.arena_map import ArenaMap, attach
+from kvpool.transport.base import VIEW_TTL_MS, LinkOptions, Range, Viewed
+from kvpool.transport.connection import Connection, open_unix
+from kvpool.transport.copy_plan import U64, addresses_of, copy_runs, merge_runs, split_by_bytes
+from kvpool.transport.link import Reservation, cut_ranges, decode_codes, fill_meta
+from kvpool.transport.receive import CORRUPT, STALE, ReadState, decode_read, matches, receive_inline, take_entries, usable
+from kvpool.transport.ring import N_PARTS, Ring, ring_of
+from kvpool.transport.tcp import InlineLink
+
+SMALL_WRITE_PARTS: Final = 2  # a put that fits in so many parts of the ring is one WRITE
+
+
+class ShmLink(InlineLink):
+    """See `base.WorkerLink`."""
+
+    transport = "shm"
+
+    def __init__(self, unix_name: str, options: LinkOptions, *, incarnation: int = 0, worker_id: str = "") -> None:
+        """`unix_name`: of the worker's abstract socket. `incarnation` 0: whoever answers first."""
+        super().__init__(f"unix:@{unix_name}", options, lambda deadline: open_unix(unix_name, options, deadline=deadline),
+                         incarnation=incarnation, worker_id=worker_id)  # fmt: skip
+        self._arenas: dict[NamespaceUid, ArenaMap] = {}
+        self._arenas_lock = threading.Lock()
+
+    def close(self) -> None:
+        super().close()
+        with self._arenas_lock:
+            self._arenas.clear()  # a mapping goes with its last view
+
+    def _arena(self, connection: Connection, namespace: NamespaceUid, deadline: float) -> ArenaMap:
+        found = self._arenas.get(namespace)
+        if found is None:
+            made = attach(connection, namespace, deadline=deadline)
+            with self._arenas_lock:
+                found = self._arenas.setdefault(namespace, made)
+        return found
+
+    # --- read -----------------------------------------------------------------------------------------------------------------
+
+    def _read_flags(self, state: ReadState) -> Flag:
+        return super()._read_flags(state) | Flag.SHARED
+
+    def _read_once(self, connection: Connection, state: ReadState, at: int, stop: int) -> int:
+        arena = self._arena(connection, state.batch.namespace, state.deadline)
+        request = connection.send(Op.READ, state.request(at, stop), deadline=state.deadline, flags=self._read_flags(state))
+        received = connection.receive(request, Op.READ, deadline=state.deadline)
+        answer = decode_read(connection, received.meta, n=stop - at)
+        n = take_entries(connection, state, answer, at)
+        n_corrupt = receive_inline(connection, state, answer, at, received.header.payload_bytes)
+        n_stale = 0
+        try:
+            shared = np.flatnonzero(answer.entries["code"][:n] == BlockCode.HIT_SHARED)
+            if len(shared):
+                n_stale, n_bad = self._copy_shared(connection, arena, state, answer, at, shared)
+                n_corrupt += n_bad
+        finally:
+            if answer.hold_id and not connection.closed:
+                self._release_on(connection, [answer.hold_id], state.deadline)
+        if n_corrupt or n_stale:
+            self._count(corrupt_blocks=n_corrupt, stale_blocks=n_stale)
+        return n
+
+    def _copy_shared(self, connection: Connection, arena: ArenaMap, state: ReadState, answer: ReadAnswer, at: int,
+                     shared: np.ndarray[tuple[int], np.dtype[np.intp]]) -> tuple[int, int]:  # fmt: skip
+        """Blocks at index `at` + `shared` out of the arena; returns how many were stale and how many corrupt."""
+        check_places(connection, arena, answer, shared, state.length)
+        sizes = answer.entries["size"].tolist()
+        fit = [i for i in shared.tolist() if usable(state, at + i, sizes[i])]
+        wanted = [i for i in fit if state.outs[at + i] is not None]
+        lengths = np.array([state.length or sizes[i] for i in wanted], dtype=np.uint64)
+        targets = self._targets(state, at, wanted)
+        sources = answer.entries["offset"][wanted].astype(np.uint64) + np.uint64(arena.address)
+        copy_runs(*merge_runs(targets, sources, lengths), deadline=state.deadline)
+        now = arena.generations(answer.entries["gen_index"][fit])
+        same = (now == answer.entries["generation"][fit]).tolist()
+        for i, is_same in zip(fit, same, strict=True):
+            state.codes[at + i] = BlockCode.HIT_SHARED if is_same else STALE
+        return same.count(False), self._check_sums(state, answer, at, wanted) if state.verify else 0
+
+    @staticmethod
+    def _targets(state: ReadState, at: int, wanted: list[int]) -> U64:
+        if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:  # a run, as nearly always
+            return addresses_of(state.outs[at + wanted[0] : at + wanted[-1] + 1])  # type: ignore[arg-type]
+        return addresses_of([state.outs[at + i] for i in wanted])  # type: ignore[misc]
+
+    @staticmethod
+    def _check_sums(state: ReadState, answer: ReadAnswer, at: int, wanted: list[int]) -> int:
+        """verify="always": the copies against the sums of when they were put."""
+        ends = np.cumsum(answer.entries["n_sums"]).tolist()
+        counts, sums = answer.entries["n_sums"].tolist(), answer.sums.tolist()
+        n_bad = 0
+        for i in wanted:
+            out = state.outs[at + i]
+            if state.codes[at + i] != BlockCode.HIT_SHARED or out is None:
+                continue
+            length = state.length or state.sizes[at + i]
+            expected = sums[ends[i] - counts[i] : ends[i]]
+            n_expected = 1 if state.length else n_chunks(length, state.chunk_bytes)
+            if len(expected) != n_expected or not matches(out[:length], expected, state.length or state.chunk_bytes):
+                state.codes[at + i] = CORRUPT
+                n_bad += 1
+        return n_bad
+
+    # --- view -----------------------------------------------------------------------------------------------------------------
+
+    def view(self, batch: KeyBatch, *, deadline: float, ttl_ms: int = VIEW_TTL_MS) -> Viewed:
+        self._check_use()
+        with self._views.lock:
+            connection = self._view_connection(deadline)
+            held = self._hold_on(connection, batch, ttl_ms, Flag.VIEW | Flag.FIRST_MISS, deadline)
+            viewed = Viewed(held.hold_id, [], held.codes, bytes(len(batch)))
+            if not held.hold_id:
+                return viewed
+            self._views.of[held.hold_id] = connection
+            try:
+                self._fill_view(connection, viewed, batch.slice(0, held.count), deadline)
+            except BaseException:
+                connection.close()  # its holds end with it
+                raise
+        return viewed
+
+    def _view_connection(self, deadline: float) -> Connection:
+        current = self._views.connection
+        if current is None or not current.clean or not current.still_quiet():
+            if current is not None:
+                current.close()
+            self._views.connection = current = self._open(deadline)
+        return current
+
+    def _fill_view(self, connection: Connection, viewed: Viewed, batch: KeyBatch, deadline: float) -> None:
+        arena = self._arena(connection, batch.namespace, deadline)
+        tiers = bytearray(viewed.tiers)
+        at = 0
+        while at < len(batch):
+            part = batch.slice(at, at + MAX_BATCH_KEYS)
+            meta = ReadRequest(part, hold_id=viewed.hold_id).encode()
+            request = connection.send(Op.READ, meta, deadline=deadline, flags=Flag.SHARED | Flag.FIRST_MISS)
+            received = connection.receive(request, Op.READ, deadline=deadline)
+            answer = decode_read(connection, received.meta, n=len(part))
+            connection.discard_payload(received.header.payload_bytes, deadline)
+            codes = answer.entries["code"]
+            others = np.flatnonzero(codes != BlockCode.HIT_SHARED)
+            n = int(others[0]) if len(others) else len(codes)
+            check_places(connection, arena, answer, np.arange(n), 0)
+            offsets, sizes = answer.entries["offset"][:n].tolist(), answer.entries["size"][:n].tolist()
+            viewed.views += [arena.view(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+            tiers[at : at + n] = answer.entries["tier"][:n].tobytes()
+            at += n
+            if n == 0 or codes[n:n + 1].tolist() not in ([], [BlockCode.LATER]):
+                break
+        viewed.tiers = bytes(tiers)
+
+    # --- write ----------------------------------------------------------------------------------------------------------------
+
+    def _write_part(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
+                    deadline: float) -> bytes:  # fmt: skip
+        sizes = [block.nbytes for block in blocks]
+        with self._call(deadline, with_ring=True) as connection:
+            ring = ring_of(connection, deadline=deadline)
+            if ring is not None and sum(sizes) <= SMALL_WRITE_PARTS * ring.part_bytes:
+                copy_to_ring(ring, 0, blocks, sizes, deadline=deadline)
+                meta = WriteRequest(batch, np.array(sizes, dtype=np.uint64)).encode()
+                flags = Flag.RING | (Flag.WAIT_LISTED if wait_listed else Flag.NONE)
+                answer = connection.call(Op.WRITE, meta, deadline=deadline, flags=flags)
+                codes = decode_codes(connection, Op.WRITE, answer.meta, n=len(batch)).codes
+                self._count_written(codes, sizes)
+                return codes
+        if ring is None:
+            return super()._write_part(batch, blocks, chunk_bytes=chunk_bytes, wait_listed=wait_listed, deadline=deadline)
+        return self._write_reserved(batch, blocks, sizes, wait_listed=wait_listed, deadline=deadline)
+
+    def _fill_on(self, held: Reservation, ranges: Sequence[Range], deadline: float) -> None:
+        """Through the ring, a part is copied while the worker takes in those before."""
+        connection = held.connection
+        ring = ring_of(connection, deadline=deadline)
+        if ring is None:
+            super()._fill_on(held, ranges, deadline)
+            return
+        pieces = cut_ranges(ranges, ring.part_bytes)
+        sent: list[int] = []
+        groups = split_by_bytes([p.data.nbytes for p in pieces], ring.part_bytes, n_max=MAX_BATCH_KEYS)
+        for k, (start, stop) in enumerate(groups):
+            group = pieces[start:stop]
+            if len(sent) == N_PARTS:
+                self._filled(connection, sent.pop(0), deadline)
+            at = k % N_PARTS * ring.part_bytes
+            copy_to_ring(ring, at, [p.data for p in group], [p.data.nbytes for p in group], deadline=deadline)
+            meta = fill_meta(held.number, group, ring_offset=at, with_sums=False)
+            sent.append(connection.send(Op.FILL, meta, deadline=deadline, flags=Flag.RING))
+        for request_id in sent:
+            self._filled(connection, request_id, deadline)
+
+
+def check_places(connection: Connection, arena: ArenaMap, answer: ReadAnswer, shared: np.ndarray[tuple[int], np.dtype[np.intp]],
+                 length: int) -> None:  # fmt: skip
+    """Raises LinkError when a place lies outside of the arena."""
+    entries = answer.entries[shared]
+    ends = entries["offset"] + (np.uint64(length) if length else entries["size"])
+    if not len(entries):
+        return
+    outside = (ends > arena.n_bytes) | (ends < entries["offset"]) | (entries["gen_index"] >= arena.n_generations)
+    if outside.any():
+        raise connection.protocol_error("READ: a place outside of the arena")
+
+
+def copy_to_ring(ring: Ring, at: int, blocks: Sequence[memoryview], sizes: Sequence[int], *, deadline: float) -> None:
+    """Blocks back to back into the ring from `at` on."""
+    lengths = np.array(sizes, dtype=np.uint64)
+    targets = np.uint64(ring.address + at) + np.cumsum(lengths) - lengths
+    copy_runs(*merge_runs(targets, addresses_of(blocks), lengths), deadline=deadline)
