@@ -61,7 +61,7 @@ class KeyBatch:
 
     def slice(self, start: int, stop: int) -> KeyBatch:
         """Keys start..stop-1 with their own parent and depth."""
-        start, stop = max(0, start), min(stop, len(self))
+        start, stop = min(max(0, start), len(self)), min(stop, len(self))
         keys = self.keys[start * KEY_BYTES : max(start, stop) * KEY_BYTES]
         if start == 0 or not self.chained:
             return KeyBatch(self.namespace, keys, self.parent, self.depth, self.chained)
