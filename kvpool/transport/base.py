@@ -107,6 +107,15 @@ class ReadResult:
 
 
 @dataclass(slots=True)
+class Touched:
+    """Of a TOUCH. `tiers` [n]: Tiers (u8) of each key now, 0: not there. `listed`: the master is known to have the reports of all
+    that are there (only where that was asked)."""
+
+    tiers: bytes
+    listed: bool
+
+
+@dataclass(slots=True)
 class Held:
     """Of a HOLD: `count` leading blocks (all blocks without `first_miss`: see codes) that the worker promised. `codes` [n]:
     HIT_SHARED or a miss, LATER past the first miss. `hold_id` 0: nothing is held."""
@@ -209,8 +218,8 @@ class WorkerLink(Protocol):
         worker, and the master has not confirmed). Raised LinkError: any of them may have been stored."""
         ...
 
-    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> bytes:
-        """Tiers [n] (u8) of each key now, 0: not there; marks them as used."""
+    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> Touched:
+        """Which blocks are there now; marks them as used."""
         ...
 
     def drop(self, batch: KeyBatch, *, deadline: float) -> bytes:

@@ -43,6 +43,7 @@ from kvpool.transport.base import (
     LinkOptions,
     Range,
     ReservationHandle,
+    Touched,
     Viewed,
 )
 from kvpool.transport.connection import Connection
@@ -111,12 +112,12 @@ class SocketLink:
 
     # --- calls without blocks -------------------------------------------------------------------------------------------------
 
-    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> bytes:
-        flags = Flag.WAIT_LISTED if wait_listed else Flag.NONE
-        return self._keys_call(Op.TOUCH, batch, flags, deadline)
+    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> Touched:
+        answers = self._keys_call(Op.TOUCH, batch, Flag.WAIT_LISTED if wait_listed else Flag.NONE, deadline)
+        return Touched(b"".join(a.codes for a in answers), wait_listed and all(a.number for a in answers))
 
     def drop(self, batch: KeyBatch, *, deadline: float) -> bytes:
-        return self._keys_call(Op.DROP, batch, Flag.NONE, deadline)
+        return b"".join(a.codes for a in self._keys_call(Op.DROP, batch, Flag.NONE, deadline))
 
     def hold(self, batch: KeyBatch, ttl_ms: int, *, deadline: float, first_miss: bool = True) -> Held:
         flags = Flag.FIRST_MISS if first_miss else Flag.NONE
@@ -274,14 +275,14 @@ class SocketLink:
         answer = connection.call(op, meta, deadline=deadline, flags=flags)
         return decode_codes(connection, op, answer.meta, n=n)
 
-    def _keys_call(self, op: Op, batch: KeyBatch, flags: Flag, deadline: float) -> bytes:
-        codes = b""
+    def _keys_call(self, op: Op, batch: KeyBatch, flags: Flag, deadline: float) -> list[CodesAnswer]:
+        answers = []
         with self._call(deadline) as connection:
             for at in range(0, len(batch), MAX_BATCH_KEYS):
                 part = batch.slice(at, at + MAX_BATCH_KEYS)
                 meta = KeysRequest(part).encode()
-                codes += self._codes(connection, op, meta, n=len(part), deadline=deadline, flags=flags).codes
-        return codes
+                answers.append(self._codes(connection, op, meta, n=len(part), deadline=deadline, flags=flags))
+        return answers
 
     def _hold_on(self, connection: Connection, batch: KeyBatch, ttl_ms: int, flags: Flag, deadline: float) -> Held:
         """The first 16,384 keys; the rest is LATER."""

@@ -4,8 +4,8 @@
     write   small: copy to the ring ─▶ WRITE|RING; large: RESERVE ─▶ copy part k+1 while the worker takes part k ─▶ COMMIT
     view    HOLD|VIEW on the views' own connection ─▶ READ|SHARED under it ─▶ read-only slices of the mapping
 
-Owns ShmLink and its arena maps: one a namespace, kept until the link closes (a link is for one incarnation). What the worker sends
-over the socket instead (from SSD, or when it has no ring to give) goes the way of `tcp`.
+Owns ShmLink and its arena maps: one a namespace, kept until the link closes (a link is for one incarnation). What comes over the
+socket instead (from SSD, or when the worker has no ring to give) goes the way of `tcp`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.core.frames import Flag, Op, ReadAnswer, ReadRequest, WriteRequest
 from kvpool.core.hashing import n_chunks
@@ -28,6 +29,8 @@ from kvpool.transport.link import Reservation, cut_ranges, decode_codes, fill_me
 from kvpool.transport.receive import CORRUPT, STALE, ReadState, decode_read, matches, receive_inline, take_entries, usable
 from kvpool.transport.ring import N_PARTS, Ring, ring_of
 from kvpool.transport.tcp import InlineLink
+
+Indexes = npt.NDArray[np.intp]
 
 SMALL_WRITE_PARTS: Final = 2  # a put that fits in so many parts of the ring is one WRITE
 
@@ -83,15 +86,15 @@ class ShmLink(InlineLink):
         return n
 
     def _copy_shared(self, connection: Connection, arena: ArenaMap, state: ReadState, answer: ReadAnswer, at: int,
-                     shared: np.ndarray[tuple[int], np.dtype[np.intp]]) -> tuple[int, int]:  # fmt: skip
+                     shared: Indexes) -> tuple[int, int]:  # fmt: skip
         """Blocks at index `at` + `shared` out of the arena; returns how many were stale and how many corrupt."""
-        check_places(connection, arena, answer, shared, state.length)
+        check_places(connection, arena, answer, shared)
         sizes = answer.entries["size"].tolist()
         fit = [i for i in shared.tolist() if usable(state, at + i, sizes[i])]
         wanted = [i for i in fit if state.outs[at + i] is not None]
         lengths = np.array([state.length or sizes[i] for i in wanted], dtype=np.uint64)
         targets = self._targets(state, at, wanted)
-        sources = answer.entries["offset"][wanted].astype(np.uint64) + np.uint64(arena.address)
+        sources = answer.entries["offset"][wanted] + np.uint64(arena.address + state.offset)
         copy_runs(*merge_runs(targets, sources, lengths), deadline=state.deadline)
         now = arena.generations(answer.entries["gen_index"][fit])
         same = (now == answer.entries["generation"][fit]).tolist()
@@ -160,10 +163,12 @@ class ShmLink(InlineLink):
             received = connection.receive(request, Op.READ, deadline=deadline)
             answer = decode_read(connection, received.meta, n=len(part))
             connection.discard_payload(received.header.payload_bytes, deadline)
+            if answer.hold_id and answer.hold_id != viewed.hold_id:
+                self._release_on(connection, [answer.hold_id], deadline)  # the view's own hold is enough
             codes = answer.entries["code"]
             others = np.flatnonzero(codes != BlockCode.HIT_SHARED)
             n = int(others[0]) if len(others) else len(codes)
-            check_places(connection, arena, answer, np.arange(n), 0)
+            check_places(connection, arena, answer, np.arange(n))
             offsets, sizes = answer.entries["offset"][:n].tolist(), answer.entries["size"][:n].tolist()
             viewed.views += [arena.view(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
             tiers[at : at + n] = answer.entries["tier"][:n].tobytes()
@@ -213,13 +218,10 @@ class ShmLink(InlineLink):
             self._filled(connection, request_id, deadline)
 
 
-def check_places(connection: Connection, arena: ArenaMap, answer: ReadAnswer, shared: np.ndarray[tuple[int], np.dtype[np.intp]],
-                 length: int) -> None:  # fmt: skip
-    """Raises LinkError when a place lies outside of the arena."""
+def check_places(connection: Connection, arena: ArenaMap, answer: ReadAnswer, shared: Indexes) -> None:
+    """Raises LinkError when a block's place lies outside of the arena."""
     entries = answer.entries[shared]
-    ends = entries["offset"] + (np.uint64(length) if length else entries["size"])
-    if not len(entries):
-        return
+    ends = entries["offset"] + entries["size"]
     outside = (ends > arena.n_bytes) | (ends < entries["offset"]) | (entries["gen_index"] >= arena.n_generations)
     if outside.any():
         raise connection.protocol_error("READ: a place outside of the arena")
