@@ -29,12 +29,8 @@ class Staging:
         """Any thread; the second time does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            try:
-                self.view.release()
-                clean = True
-            except BufferError:  # a sub-view lives: its memory must not be used by somebody else
-                clean = False
-            pool._give_back(self._map, reusable=clean)
+            self.view.release()
+            pool._give_back(self._map, reusable=not _is_viewed(self._map))
 
     def __enter__(self) -> Staging:
         return self
@@ -62,6 +58,16 @@ class StagingPool:
     @property
     def used_bytes(self) -> int:
         return self._used_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Given back and kept for the next."""
+        return self._free_bytes
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for memory."""
+        return len(self._waiting)
 
     def take(self, n_bytes: int, *, deadline: float) -> Staging:
         """A buffer of at least `n_bytes` (rounded up to pages), waited for until `deadline` (time.monotonic() seconds).
@@ -133,3 +139,12 @@ class StagingPool:
             elif reusable:
                 memory.close()
             self._room.notify_all()
+
+
+def _is_viewed(memory: mmap.mmap) -> bool:
+    """Whether somebody still has a view of it: then it must not be used by somebody else. (Python refuses to resize such a map.)"""
+    try:
+        memory.resize(len(memory))
+    except BufferError:
+        return True
+    return False
