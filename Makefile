@@ -1,0 +1,56 @@
+# kvpool's chores. `make` alone lists them. Each says what it does and how long it took; what is done is not done again.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check proto reports clean torch
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.stamp-setup
+TORCH := $(VENV)/.stamp-torch
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call timed,words,commands): print the words, run, print the words and the seconds; the commands' exit status counts.
+timed = @echo "== $(1)"; began=$$SECONDS; if ( $(2) ); then failed=0; else failed=$$?; fi; \
+	echo "== $(1): $$([ $$failed = 0 ] && echo done || echo FAILED) in $$((SECONDS - began)) s"; exit $$failed
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(SETUP) ## make .venv with kvpool in it and all that `make test` needs
+
+$(SETUP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpool needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Say e.g. make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv is missing. Install it, then run make again: apt-get install python3-venv" >&2; exit 1; }
+	$(call timed,set up $(VENV),[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --editable '.[test]')
+	@touch $@
+
+# Some tests use torch. Only a build without CUDA is taken, where pip finds one: the other is gigabytes, and its tests are skipped.
+torch: $(TORCH)
+$(TORCH): $(SETUP)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet 'torch==2.13.0+cpu' 2>/dev/null \
+		|| echo "== no CPU build of torch for pip here: the tests that need torch are skipped"
+	@touch $@
+
+demo: $(SETUP) ## the main job on one screen
+	$(call timed,demo,$(BIN)/kvpool demo)
+
+test: $(SETUP) $(TORCH) ## all tests; ends on pytest's closing lines
+	@echo "== tests (pytest says at the end how long they took)"
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(SETUP) ## lint, types, generated code
+	$(call timed,ruff,$(BIN)/ruff check .)
+	$(call timed,mypy,$(BIN)/mypy kvpool)
+	$(call timed,generated code,PYTHON=$(BIN)/python tools/check_protos)
+
+proto: $(SETUP) ## generate kvpool/v1 from protos/
+	$(call timed,generate kvpool/v1,PYTHON=$(BIN)/python tools/gen_protos .)
+
+reports: $(SETUP) $(TORCH) ## what is long at full size; results in reports/
+	$(call timed,full-size runs,mkdir -p reports && KVPOOL_TEST_FULL=1 $(BIN)/python -m pytest -q -m reports --junitxml=reports/junit.xml $(ARGS))
+
+clean: ## remove all that was made
+	$(call timed,clean,rm -rf $(VENV) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find . -name __pycache__ -prune -exec rm -rf {} +)
