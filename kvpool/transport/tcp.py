@@ -126,6 +126,8 @@ class InlineLink(SocketLink):
         received = connection.receive(request, Op.READ, deadline=state.deadline)
         answer = decode_read(connection, received.meta, n=stop - at)
         n = take_entries(connection, state, answer, at)
+        if (answer.entries["code"] == BlockCode.HIT_SHARED).any():
+            raise connection.protocol_error("READ: a place in shared memory that was not asked for")
         n_corrupt = receive_inline(connection, state, answer, at, received.header.payload_bytes)
         if n_corrupt:
             self._count(corrupt_blocks=n_corrupt)
