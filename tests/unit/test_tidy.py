@@ -33,7 +33,8 @@ SHARED_MODULES = {"kvpool.master.wire"}  # namespaces between proto and spec: co
 CORE_MAY_IMPORT = {"numpy", "xxhash", "kvpool.core", "kvpool.errors"}
 IMPURE = {
     "time", "datetime", "socket", "select", "selectors", "threading", "_thread", "queue", "asyncio", "concurrent",
-    "multiprocessing", "os", "pathlib", "io", "tempfile", "shutil", "subprocess", "signal", "logging", "secrets", "uuid", "mmap", "sched",
+    "multiprocessing",
+    "os", "pathlib", "io", "tempfile", "shutil", "subprocess", "signal", "logging", "secrets", "uuid", "mmap", "sched",
 }  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "yaml.load", "torch.load", "os.fork", "os.system"}
