@@ -1,4 +1,4 @@
-"""Contract over all kinds of tier, and what is particular to DRAM: sealed memfds, populate, punch, generations; staging memory."""
+"""Contract over all kinds of tier, and what is particular to DRAM (sealed memfds, populate, punch, generations); staging."""
 
 from __future__ import annotations
 
@@ -198,7 +198,9 @@ def test_the_fds_of_clients_cannot_be_written_mapped_or_resized(dram: DramTier, 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_open_a_passed_fd_for_writing(dram: DramTier) -> None:
     fd = dram.fds(UID).data_fd
-    program = f"import os\nos.setuid(65534)\ntry: os.open('/proc/self/fd/{fd}', os.O_RDWR)\nexcept PermissionError: print('refused')"
+    program = (
+        f"import os\nos.setuid(65534)\ntry: os.open('/proc/self/fd/{fd}', os.O_RDWR)\nexcept PermissionError: print('refused')"
+    )
     done = subprocess.run([sys.executable, "-c", program], pass_fds=[fd], capture_output=True, text=True, timeout=30)
     assert done.stdout == "refused\n", done.stderr
 
@@ -231,17 +233,17 @@ def test_nothing_is_left_after_kill_9_and_dev_shm_is_not_used() -> None:
         "tier = DramTier(capacity_bytes=1 << 20, arena_bytes=1 << 30, gen_words=512)\ntier.open_arena(bytes(16))\n"
         "tier.populate(bytes(16), 0, 1 << 20)\nprint('ready', flush=True)\nsys.stdin.read()"
     )
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert set(os.listdir("/dev/shm")) == before
+        assert set(Path("/dev/shm").iterdir()) == before
         child.send_signal(signal.SIGKILL)
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(Path("/dev/shm").iterdir()) == before
 
 
 def test_no_fds_left_means_a_tier_error_and_no_leak(dram: DramTier) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    n_open = len(os.listdir("/proc/self/fd"))
+    n_open = len(list(Path("/proc/self/fd").iterdir()))
     for spare in range(4):
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_open - 1 + spare, hard))
         try:
@@ -249,7 +251,7 @@ def test_no_fds_left_means_a_tier_error_and_no_leak(dram: DramTier) -> None:
                 dram.open_arena(OTHER)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert len(list(Path("/proc/self/fd").iterdir())) == n_open
 
 
 # -- staging -----------------------------------------------------------------------------------------------------------

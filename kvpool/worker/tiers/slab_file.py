@@ -41,6 +41,11 @@ assert _RECORD.size == _CHECKED_BYTES and _DTYPE.itemsize == RECORD_BYTES
 _NAME: Final = re.compile(r"slab-(\d{8,18})\.kv")
 
 
+def overhead_bytes(n_slots: int) -> int:
+    """What a file costs beside its slots: header and record table."""
+    return PAGE_BYTES + round_up(n_slots * RECORD_BYTES)
+
+
 def file_name(number: int) -> str:
     return f"slab-{number:08d}.kv"
 
@@ -64,7 +69,7 @@ class Geometry:
 
     @property
     def data_offset(self) -> int:
-        return PAGE_BYTES + round_up(self.n_slots * RECORD_BYTES)
+        return overhead_bytes(self.n_slots)
 
     @property
     def file_bytes(self) -> int:

@@ -115,11 +115,6 @@ class _Extent:
         self.changing = threading.Lock()  # held by whoever writes: an erase must not come between payload and record
 
 
-def file_bytes(slot_bytes: int, n_slots: int) -> int:
-    """What an extent of `n_slots` slots takes on disk, header and table included."""
-    return Geometry(slot_bytes, n_slots).file_bytes
-
-
 class SsdTier:
     """Slab files under `directory`, `capacity_bytes` in all. Call `scan` once before anything else; then any thread
     may call anything.
@@ -179,6 +174,11 @@ class SsdTier:
             else:
                 log.error("ssd_out dir=%s reason=%r", self.directory, reason)
         self._out_reason = reason
+
+    @property
+    def slab_capacity_bytes(self) -> int:
+        """What of the cap is for slab files, headers and tables included (`slab_file.overhead_bytes`)."""
+        return max(0, self.capacity_bytes - LOCK_BYTES)
 
     @property
     def disk_bytes(self) -> int:

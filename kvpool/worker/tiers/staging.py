@@ -142,7 +142,7 @@ class StagingPool:
 
 
 def _is_viewed(memory: mmap.mmap) -> bool:
-    """Whether somebody still has a view of it: then it must not be used by somebody else. (Python refuses to resize such a map.)"""
+    """Whether somebody still has a view of it: then nobody else may use it. (Python refuses to resize such a map.)"""
     try:
         memory.resize(len(memory))
     except BufferError:
