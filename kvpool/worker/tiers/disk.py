@@ -50,21 +50,26 @@ def take_lock(dir_fd: int, directory: Path, *, setting: str, name: str = LOCK_NA
     return fd
 
 
-def probe_direct(dir_fd: int) -> int:
-    """O_DIRECT when an aligned page can be written and read back with it in this directory, else 0."""
+def probe_direct(dir_fd: int) -> bool:
+    """Whether an aligned page can be written and read back with direct I/O in this directory."""
     try:
         fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     except OSError:
-        return 0
+        return False
     try:
         with mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwrite(fd, page, 0)
             os.preadv(fd, [page], 0)
-        return os.O_DIRECT
+        return True
     except OSError as error:
-        return os.O_DIRECT if error.errno in (errno.ENOSPC, errno.EDQUOT) else 0
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
     finally:
         os.close(fd)
+
+
+def set_direct(fd: int) -> None:
+    """Turns direct I/O on for an open regular file. Raises OSError where the file system has none."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
 def aligned_bytes(data: memoryview) -> int:

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import threading
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ from kvpool.worker.tiers.disk import (
     open_directory,
     probe_direct,
     read_all,
+    set_direct,
     take_lock,
     write_all,
 )
@@ -146,16 +148,11 @@ class SsdTier:
             undo.callback(os.close, self._dir_fd)
             self._lock_fd = take_lock(self._dir_fd, directory, setting="ssd")
             undo.callback(os.close, self._lock_fd)
-            self._direct_flag = 0 if buffered else probe_direct(self._dir_fd)
+            self.direct = not buffered and probe_direct(self._dir_fd)
             undo.pop_all()
-        log.info("ssd_open dir=%s capacity_bytes=%d direct=%d", directory, capacity_bytes, bool(self._direct_flag))
+        log.info("ssd_open dir=%s capacity_bytes=%d direct=%d", directory, capacity_bytes, self.direct)
 
     # -- what it tells -------------------------------------------------------------------------------------------------
-
-    @property
-    def direct(self) -> bool:
-        """Whether direct I/O is used."""
-        return bool(self._direct_flag)
 
     @property
     def state(self) -> str:
@@ -332,7 +329,7 @@ class SsdTier:
                 self._erase_records(extent, fd, [item.slot & 0xFFFFFFFF for item in items])
                 for run in _runs(items, geometry):
                     offset = geometry.slot_offset(run[0].slot & 0xFFFFFFFF)
-                    if self._direct_flag:
+                    if self.direct:
                         self._write_direct(direct_fd, run, offset, deadline)
                     else:
                         write_all(fd, [piece for item in run for piece in _padded(item.data, run[-1] is item)], offset)
@@ -384,12 +381,14 @@ class SsdTier:
             raise ValueError(f"{size} bytes of slot {index} do not fit slot or buffer")
         name = slab_file.file_name(extent.file_number)
         padded = round_up(size)
-        direct = self._direct_flag if aligned_bytes(out[:PAGE_BYTES]) and len(out) >= padded else 0
+        direct = self.direct and len(out) >= padded and aligned_bytes(out[:PAGE_BYTES]) > 0
         with self._io():
             try:
-                fd = os.open(name, os.O_RDONLY | OPEN_FLAGS | direct, dir_fd=self._dir_fd)
+                fd = os.open(name, os.O_RDONLY | OPEN_FLAGS, dir_fd=self._dir_fd)
                 try:
                     _check_inode(fd, extent, name)
+                    if direct:  # only now: what else may lie there would refuse it
+                        set_direct(fd)
                     got = read_all(fd, out[: padded if direct else size], geometry.slot_offset(index))
                 finally:
                     os.close(fd)
@@ -491,7 +490,8 @@ class SsdTier:
             try:
                 fd = os.open(name, flags, dir_fd=self._dir_fd)
                 closing.callback(os.close, fd)
-                _check_inode(fd, extent, name)
+                if _check_inode(fd, extent, name) < extent.geometry.file_bytes and heal:
+                    self._mend(extent, fd, name)
             except (OSError, TierError) as error:
                 trouble = error if isinstance(error, TierError) else tier_error(error, f"opening {name}")
                 if trouble.trouble is not Trouble.DAMAGED or not heal:
@@ -502,18 +502,26 @@ class SsdTier:
                 fd = os.open(name, flags, dir_fd=self._dir_fd)
                 closing.callback(os.close, fd)
             direct_fd = fd
-            if self._direct_flag:
-                direct_fd = os.open(name, flags | self._direct_flag, dir_fd=self._dir_fd)
+            if self.direct:
+                direct_fd = os.open(name, flags, dir_fd=self._dir_fd)
                 closing.callback(os.close, direct_fd)
+                set_direct(direct_fd)
             yield fd, direct_fd
 
     def _heal(self, extent: _Extent, reason: str) -> None:
         """Gives the extent a new, empty file in the place of one that is gone or was replaced."""
-        self._counters["healed_files"] += 1
+        self._counters["replaced_files"] += 1
         set_aside(self._dir_fd, slab_file.file_name(extent.file_number), reason)
         made = self._make_file(extent.number, extent.namespace, extent.geometry, wanted=extent.file_number)
         extent.file_number, extent.device, extent.inode = made.file_number, made.device, made.inode
         extent.used[:] = made.used
+
+    def _mend(self, extent: _Extent, fd: int, name: str) -> None:
+        """The file was cut: its length and its header come back; what lay past the cut is lost."""
+        self._counters["mended_files"] += 1
+        log.warning("ssd_mend file=%s", name)
+        os.posix_fallocate(fd, 0, extent.geometry.file_bytes)
+        write_all(fd, [Header(extent.namespace, extent.geometry, extent.file_number).encode()], 0)
 
     def _stalled(self) -> bool:
         started = min(list(self._inflight.values()), default=None)
@@ -540,10 +548,12 @@ def _fits(geometry: Geometry, index: int, size: int) -> bool:
     return 0 < size <= geometry.slot_bytes and index < geometry.n_slots
 
 
-def _check_inode(fd: int, extent: _Extent, name: str) -> None:
+def _check_inode(fd: int, extent: _Extent, name: str) -> int:
+    """Bytes of the file, when it is the extent's own. Inode numbers are given out again soon, so the kind is looked at too."""
     status = os.fstat(fd)
-    if (status.st_dev, status.st_ino) != (extent.device, extent.inode):
+    if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (extent.device, extent.inode):
         raise TierError(Trouble.DAMAGED, f"{name} was replaced by something else")
+    return status.st_size
 
 
 def _padded(data: memoryview, last: bool) -> list[memoryview | bytes]:
