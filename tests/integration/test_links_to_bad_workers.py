@@ -1,5 +1,5 @@
-"""Links against workers that are late, wrong, half there or gone: every call ends by its deadline, with the right cause, and nobody's
-answer is taken for another's."""
+"""Links to workers that are late, wrong, half there or gone: every call ends by its deadline, with the right cause, and
+nobody's answer is taken for another's."""
 
 from __future__ import annotations
 
@@ -343,7 +343,12 @@ def test_after_a_fork_the_child_is_refused(closing):
         child = os.fork()
         if child == 0:
             refused = 0
-            for call in (lambda: read(link, 1), lambda: link.stat(deadline=soon()), lambda: link.reserve(batch(1), [1], deadline=soon())):
+            uses = (
+                lambda: read(link, 1),
+                lambda: link.stat(deadline=soon()),
+                lambda: link.reserve(batch(1), [1], deadline=soon()),
+            )
+            for call in uses:
                 try:
                     call()
                 except InvalidArgument as error:
