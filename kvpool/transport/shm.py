@@ -2,7 +2,7 @@
 
     read    READ|SHARED ─▶ places, held for this connection ─▶ copy merged runs ─▶ generations unchanged? ─▶ RELEASE (no answer)
     write   small: copy to the ring ─▶ WRITE|RING; large: RESERVE ─▶ copy part k+1 while the worker takes part k ─▶ COMMIT
-    view    HOLD|VIEW on the views' own connection ─▶ READ|SHARED under it ─▶ read-only slices of the mapping
+    view    READ|SHARED on the views' own connection ─▶ HOLD|VIEW while that guards the places ─▶ RELEASE the guard
 
 Owns ShmLink and its arena maps: one a namespace, kept until the link closes (a link is for one incarnation). What comes over the
 socket instead (from SSD, or when the worker has no ring to give) goes the way of `tcp`.
@@ -11,6 +11,7 @@ socket instead (from SSD, or when the worker has no ring to give) goes the way o
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,12 +21,12 @@ import numpy.typing as npt
 from kvpool.core.frames import Flag, Op, ReadAnswer, ReadRequest, WriteRequest
 from kvpool.core.hashing import n_chunks
 from kvpool.core.keys import KeyBatch
-from kvpool.core.types import MAX_BATCH_KEYS, BlockCode, NamespaceUid
+from kvpool.core.types import MAX_BATCH_KEYS, BlockCode, HoldId, NamespaceUid
 from kvpool.transport.arena_map import ArenaMap, attach
 from kvpool.transport.base import VIEW_TTL_MS, LinkOptions, Range, Viewed
 from kvpool.transport.connection import Connection, open_unix
 from kvpool.transport.copy_plan import U64, addresses_of, copy_runs, merge_runs, split_by_bytes
-from kvpool.transport.link import Reservation, cut_ranges, decode_codes, fill_meta
+from kvpool.transport.link import FORGET_SECONDS, Reservation, cut_ranges, decode_codes, fill_meta
 from kvpool.transport.receive import CORRUPT, STALE, ReadState, decode_read, matches, receive_inline, take_entries, usable
 from kvpool.transport.ring import N_PARTS, Ring, ring_of
 from kvpool.transport.tcp import InlineLink
@@ -132,17 +133,29 @@ class ShmLink(InlineLink):
         self._check_use()
         with self._views.lock:
             connection = self._view_connection(deadline)
-            held = self._hold_on(connection, batch, ttl_ms, Flag.VIEW | Flag.FIRST_MISS, deadline)
-            viewed = Viewed(held.hold_id, [], held.codes, bytes(len(batch)))
-            if not held.hold_id:
-                return viewed
-            self._views.of[held.hold_id] = connection
+            guards: list[int] = []  # holds of the places until the view's own one is there: it protects what is in DRAM then
             try:
-                self._fill_view(connection, viewed, batch.slice(0, held.count), deadline)
+                viewed = self._find_places(connection, batch, guards, deadline)
+                if viewed.views:
+                    self._hold_view(connection, viewed, batch.slice(0, len(viewed.views)), ttl_ms, deadline)
             except BaseException:
-                connection.close()  # its holds end with it
+                if not connection.clean:
+                    connection.close()  # all holds on it end with it
                 raise
+            finally:
+                if guards and connection.clean:
+                    self._release_on(connection, guards, time.monotonic() + FORGET_SECONDS)
         return viewed
+
+    def _hold_view(self, connection: Connection, viewed: Viewed, batch: KeyBatch, ttl_ms: int, deadline: float) -> None:
+        held = self._hold_on(connection, batch, ttl_ms, Flag.VIEW | Flag.FIRST_MISS, deadline)
+        viewed.hold_id = held.hold_id
+        n = held.count if held.hold_id else 0
+        del viewed.views[n:]
+        viewed.codes = viewed.codes[:n] + held.codes[n:] + viewed.codes[len(batch) :]
+        viewed.tiers = viewed.tiers[:n] + bytes(len(viewed.tiers) - n)
+        if held.hold_id:
+            self._views.of[held.hold_id] = connection
 
     def _view_connection(self, deadline: float) -> Connection:
         current = self._views.connection
@@ -152,30 +165,32 @@ class ShmLink(InlineLink):
             self._views.connection = current = self._open(deadline)
         return current
 
-    def _fill_view(self, connection: Connection, viewed: Viewed, batch: KeyBatch, deadline: float) -> None:
+    def _find_places(self, connection: Connection, batch: KeyBatch, guards: list[int], deadline: float) -> Viewed:
+        """Views of the leading blocks that are, or come, into DRAM; holds that keep them there are added to `guards`."""
         arena = self._arena(connection, batch.namespace, deadline)
-        tiers = bytearray(viewed.tiers)
-        at = 0
-        while at < len(batch):
+        codes, tiers = bytearray([BlockCode.LATER]) * len(batch), bytearray(len(batch))
+        views: list[memoryview] = []
+        while len(views) < len(batch):
+            at = len(views)
             part = batch.slice(at, at + MAX_BATCH_KEYS)
-            meta = ReadRequest(part, hold_id=viewed.hold_id).encode()
-            request = connection.send(Op.READ, meta, deadline=deadline, flags=Flag.SHARED | Flag.FIRST_MISS)
+            flags = Flag.SHARED | Flag.FIRST_MISS
+            request = connection.send(Op.READ, ReadRequest(part).encode(), deadline=deadline, flags=flags)
             received = connection.receive(request, Op.READ, deadline=deadline)
             answer = decode_read(connection, received.meta, n=len(part))
             connection.discard_payload(received.header.payload_bytes, deadline)
-            if answer.hold_id and answer.hold_id != viewed.hold_id:
-                self._release_on(connection, [answer.hold_id], deadline)  # the view's own hold is enough
-            codes = answer.entries["code"]
-            others = np.flatnonzero(codes != BlockCode.HIT_SHARED)
-            n = int(others[0]) if len(others) else len(codes)
+            if answer.hold_id:
+                guards.append(answer.hold_id)
+            found = answer.entries["code"]
+            others = np.flatnonzero(found != BlockCode.HIT_SHARED)
+            n = int(others[0]) if len(others) else len(found)
             check_places(connection, arena, answer, np.arange(n))
             offsets, sizes = answer.entries["offset"][:n].tolist(), answer.entries["size"][:n].tolist()
-            viewed.views += [arena.view(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+            views += [arena.view(offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+            codes[at : at + len(part)] = found.tobytes()
             tiers[at : at + n] = answer.entries["tier"][:n].tobytes()
-            at += n
-            if n == 0 or codes[n:n + 1].tolist() not in ([], [BlockCode.LATER]):
+            if n == 0 or (n < len(found) and found[n] != BlockCode.LATER):
                 break
-        viewed.tiers = bytes(tiers)
+        return Viewed(HoldId(0), views, bytes(codes), bytes(tiers))
 
     # --- write ----------------------------------------------------------------------------------------------------------------
 
