@@ -114,7 +114,8 @@ class WorkerState:
             txn.delete(uid, db=self._namespaces)
             txn.delete(uid, db=self._applied)
 
-        self._write(forget)
+        # a full map must be able to shrink, and LMDB copies pages before it frees them
+        self._write(forget, map_bytes_max=2 * self._map_bytes_max)
 
     def applied_seq(self, uid: NamespaceUid) -> int | None:
         """Up to which removal of a namespace has been applied; None: not known (nothing found at start may be
@@ -149,8 +150,9 @@ class WorkerState:
             with self._env.begin() as txn:
                 return what(txn)
 
-    def _write(self, what: Callable[[Any], object]) -> None:
+    def _write(self, what: Callable[[Any], object], *, map_bytes_max: int | None = None) -> None:
         """One write transaction; a full map is doubled and the transaction repeated."""
+        most = map_bytes_max or self._map_bytes_max
         with self._lock:
             self._check_usable()
             while True:
@@ -159,14 +161,14 @@ class WorkerState:
                         what(txn)
                     return
                 except lmdb.MapFullError as error:
-                    self._grow(error)
+                    self._grow(error, most)
                 except (lmdb.Error, OSError) as error:
                     self.counters["write_failed"] += 1
                     raise TierError(Trouble.FULL, f"worker state {self.directory}: {error}") from error
 
-    def _grow(self, error: Exception) -> None:
+    def _grow(self, error: Exception, map_bytes_max: int) -> None:
         size = 2 * int(self._env.info()["map_size"])
-        if size > self._map_bytes_max:
+        if size > map_bytes_max:
             self.counters["write_failed"] += 1
             raise TierError(Trouble.FULL, f"worker state {self.directory} is full at {size // 2} bytes") from error
         try:
