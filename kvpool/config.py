@@ -273,7 +273,7 @@ def load(role: str, *, file: Path | None = None, flags: Mapping[str, Any] | None
         if name not in cls.model_fields:
             raise ConfigError(f"{name}: no setting of {role}{_near(name, cls.model_fields)}")
         if value is not None:
-            given[name] = _Given(value, _flag(name))
+            given[name] = _Given(value, _flag(role, name))
     try:
         settings = cls(**{name: item.value for name, item in given.items()})
     except ValidationError as error:
@@ -293,7 +293,9 @@ def sources(settings: Settings) -> dict[str, str]:
     return {name: settings._sources.get(name, "default") for name in type(settings).model_fields}
 
 
-def _flag(name: str) -> str:
+def _flag(role: Role, name: str) -> str:
+    if role is Role.CLIENT:  # a library has arguments
+        return f"argument {name}"
     return "flag --" + name.removesuffix("_ms").replace("_", "-")
 
 

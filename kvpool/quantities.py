@@ -69,7 +69,7 @@ def as_whole(value: object) -> int:
 
 def as_number(value: object) -> float:
     """A number, or text of one; never infinite nor NaN by name. Raises ValueError."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18:
         return float(value)
     if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?", value):
         return float(value)
