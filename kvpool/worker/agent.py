@@ -1,0 +1,380 @@
+"""The worker's session with the master: who we are, what we have, and what it tells us to remove.
+
+    connect ─▶ hello ─▶ welcome ─▶ apply namespaces and missed removals ─▶ inventory, when wanted ─▶ reports ⇄ acks
+       ▲                                   (one after the other, in a thread of its own)             heartbeats, tasks
+       └──────────── lost, refused, silent: again after 100-500 ms, for ever; the data plane goes on meanwhile
+
+Owns the gRPC stream and its order. Not: what is reported (`core.session`), what a removal does (`node`). Runs on the main loop;
+everything slow (disk, locks held long) runs in one thread, so that heartbeats never wait for it.
+
+A removal is answered when its blocks are invisible, their SSD records are zeroed on the device and its number is noted. While the
+master is away, or has not said a word for SILENCE_S, puts are answered `unlisted` at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc.aio
+
+import kvpool
+from kvpool.core.session import SESSION_PROTOCOL, Report
+from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, NamespaceUid
+from kvpool.errors import KVPoolError
+from kvpool.master.wire import spec_from_proto
+from kvpool.transport.host import host_id
+from kvpool.transport.rpc import auth_metadata, error_of, open_channel
+from kvpool.v1 import master_pb2 as pb
+from kvpool.v1 import master_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvpool.config import WorkerSettings
+    from kvpool.worker.node import Node
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S: Final = 3.0  # from the attempt to connect to the welcome
+RETRY_S_MIN: Final = 0.1
+RETRY_S_MAX: Final = 0.5
+REFUSED_RETRY_S: Final = 2.0  # a wrong token or version does not get right by asking often
+SILENCE_S: Final = 1.2  # without a word from a master that owes us one
+INVENTORY_KEYS: Final = 8192  # of one part: a few ms of the master's loop
+TASKS_MAX: Final = 1024  # that wait; beyond, the stream is not read
+_EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]
+VERSION: Final = getattr(kvpool, "__version__", "0.1.0")
+
+
+class Refused(KVPoolError):
+    """The master does not want this worker; the message says why."""
+
+    code = "refused"
+
+
+class Agent:
+    """Create it on the running loop; `run` until cancelled. `registered` while a session is there; `first` once there was one."""
+
+    def __init__(self, node: Node, settings: WorkerSettings, *, token: str, address: str, unix_name: str, http: str) -> None:
+        self.node = node
+        self.registered = False
+        self.first = asyncio.Event()
+        self.last_error = ""
+        self.counters = {"sessions": 0, "session_errors": 0, "inventories": 0, "removal_tasks": 0, "reports_sent": 0}
+        self._addresses = [part.strip() for part in settings.master.split(",")]
+        self._metadata = auth_metadata(token)
+        self._info = pb.HolderInfo(
+            worker_id=node.worker_id, incarnation=node.incarnation, host_id=host_id(), address=address, unix_name=unix_name
+        )
+        self._http = http
+        self._epoch = 0
+        self._heartbeat_s = 0.5
+        self._heard_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._woken = False
+        self._outbox: deque[pb.WorkerMessage] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-agent")
+        self._leaving: str | None = None
+        self._making_inventory = False
+        node.on_record(self.wake)
+
+    # --- from any thread ------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to report."""
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    # --- on the loop ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Sessions, one after the other."""
+        delay = RETRY_S_MIN
+        attempt = 0
+        try:
+            while self._leaving is None:
+                address = self._addresses[attempt % len(self._addresses)]
+                attempt += 1
+                started = time.monotonic()
+                wait_s = delay
+                try:
+                    await self._session(address)
+                    self.last_error = f"the master at {address} ended the session"
+                except Refused as error:
+                    self._note(str(error))
+                    wait_s = REFUSED_RETRY_S
+                except grpc.RpcError as error:
+                    reason = error_of(error, address=address)
+                    self._note(str(reason))
+                    wait_s = delay if reason.retryable else REFUSED_RETRY_S
+                except (TimeoutError, OSError, KVPoolError) as error:
+                    self._note(f"the master at {address}: {error or 'no answer in time'}")
+                if self._leaving is not None:
+                    return
+                await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
+                lasted = time.monotonic() - started > HELLO_TIMEOUT_S
+                delay = RETRY_S_MIN if lasted else min(RETRY_S_MAX, delay * 1.5)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def leave(self, reason: str, *, timeout_s: float = 1.0) -> None:
+        """Says good-bye to the master, if there is one, and ends `run` after it."""
+        self._leaving = reason
+        until = time.monotonic() + timeout_s
+        self._outbox.append(pb.WorkerMessage(leave=pb.Leave(reason=reason)))
+        self._wake.set()
+        while self.registered and self._outbox and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _note(self, error: str) -> None:
+        self.counters["session_errors"] += 1
+        if error != self.last_error:
+            log.warning("event=session_failed reason=%r", error)
+        self.last_error = error
+
+    async def _session(self, address: str) -> None:
+        channel = open_channel(address, aio=True)
+        node = self.node
+        group: list[asyncio.Task[None]] = []
+        try:
+            stub = master_pb2_grpc.MasterStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Session(metadata=self._metadata)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                with node.lock:
+                    next_seq = node.reporter.next_seq
+                await call.write(pb.WorkerMessage(hello=self._hello(next_seq)))
+                message = await call.read()
+            if message is _EOF:
+                await _raise_end(call)
+            self._check_refused(message)
+            if message.WhichOneof("message") != "welcome":
+                raise KVPoolError("the first message is no welcome")
+            self._heard(message)
+            self._heartbeat_s = max(0.01, message.welcome.heartbeat_ms / 1000 or 0.5)
+            self._outbox.clear()
+            tasks: asyncio.Queue[Callable[[], None]] = asyncio.Queue(TASKS_MAX)
+            with node.lock:
+                if message.welcome.inventory_wanted:
+                    node.reporter.reset()
+                else:
+                    node.reporter.rewind()
+            tasks.put_nowait(lambda: self._apply_welcome(message.welcome))
+            if message.welcome.inventory_wanted or next_seq == 0:
+                tasks.put_nowait(self._queue_inventory)
+            self.registered = True
+            self.counters["sessions"] += 1
+            self.last_error = ""
+            log.info("event=session_up master=%s epoch=%d inventory=%s", address, self._epoch, message.welcome.inventory_wanted)
+            node.listed.set_session(up=True)
+            group = [
+                asyncio.create_task(self._read(call, tasks)),
+                asyncio.create_task(self._write(call)),
+                asyncio.create_task(self._work(tasks)),
+                asyncio.create_task(self._watch_silence()),
+            ]
+            done, _ = await asyncio.wait(group, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self.registered = False
+            node.listed.set_session(up=False)
+            for task in group:
+                task.cancel()
+            await asyncio.gather(*group, return_exceptions=True)
+            await channel.close()
+
+    def _hello(self, next_seq: int) -> pb.WorkerHello:
+        node = self.node
+        dram = node.tier_status()[0]
+        info = pb.HolderInfo()
+        info.CopyFrom(self._info)
+        info.capacity_bytes, info.free_bytes = dram.capacity_bytes, dram.capacity_bytes - dram.used_bytes
+        return pb.WorkerHello(
+            protocol=SESSION_PROTOCOL, version=VERSION, info=info, last_epoch=self._epoch, next_seq=next_seq, http=self._http,
+            pid=os.getpid(), removals=[pb.AppliedRemovals(namespace=uid, removal_seq=seq) for uid, seq in node.applied_seqs()],
+        )  # fmt: skip
+
+    # --- what runs while a session is there -----------------------------------------------------------------------------
+
+    async def _read(self, call: Any, tasks: asyncio.Queue[Callable[[], None]]) -> None:
+        while True:
+            message = await call.read()
+            if message is _EOF:
+                await _raise_end(call)
+                return
+            self._heard(message)
+            kind = message.WhichOneof("message")
+            if kind == "ack":
+                self.node.on_ack(message.ack.seq)
+                self.wake()  # the window has room again
+            elif kind == "remove":
+                await tasks.put(lambda task=message.remove: self._remove(task))  # type: ignore[misc]
+            elif kind == "namespace":
+                await tasks.put(lambda update=message.namespace: self._apply_namespace(update))  # type: ignore[misc]
+            elif kind == "inventory_wanted":
+                log.info("event=inventory_wanted reason=%r", message.inventory_wanted.reason)
+                with self.node.lock:
+                    self.node.reporter.reset()
+                await tasks.put(self._queue_inventory)
+            elif kind == "refused":
+                self._check_refused(message)
+
+    async def _write(self, call: Any) -> None:
+        """The only writer: what is in the outbox, then reports, then a heartbeat when it is due."""
+        heartbeat_at = time.monotonic()
+        while True:
+            self._woken = False
+            self._wake.clear()
+            while self._outbox:
+                message = self._outbox[0]
+                await call.write(message)
+                if self._outbox and self._outbox[0] is message:
+                    self._outbox.popleft()
+                if message.WhichOneof("message") == "leave":
+                    await call.done_writing()
+                    return
+            while not self._outbox and (report := self._take()) is not None:
+                await call.write(pb.WorkerMessage(report=report))
+                self.counters["reports_sent"] += 1
+                if time.monotonic() >= heartbeat_at:
+                    break
+            if time.monotonic() >= heartbeat_at:
+                heartbeat_at = time.monotonic() + self._heartbeat_s
+                await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat(tiers=self.node.tier_status())))
+                continue
+            if self._outbox:
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), max(0.0, heartbeat_at - time.monotonic()))
+
+    async def _work(self, tasks: asyncio.Queue[Callable[[], None]]) -> None:
+        while True:
+            task = await tasks.get()
+            await self._loop.run_in_executor(self._thread, task)
+            if tasks.empty():
+                self.first.set()
+
+    async def _watch_silence(self) -> None:
+        """A master that is connected and says nothing (stopped, overloaded) is as good as away for whoever waits."""
+        limit = max(SILENCE_S, 3 * self._heartbeat_s)
+        while True:
+            await asyncio.sleep(limit / 6)
+            silent = time.monotonic() - self._heard_at > limit
+            if silent and self.node.listed.up:
+                log.warning("event=master_silent seconds=%.1f", time.monotonic() - self._heard_at)
+                self.node.listed.set_session(up=False)
+            elif not silent and not self.node.listed.up:
+                self.node.listed.set_session(up=True)
+
+    def _heard(self, message: pb.MasterMessage) -> None:
+        self._heard_at = time.monotonic()
+        self._epoch = message.epoch or self._epoch
+
+    def _check_refused(self, message: pb.MasterMessage) -> None:
+        if message.WhichOneof("message") == "refused":
+            raise Refused(f"the master refuses this worker: {message.refused.reason} ({message.refused.code})")
+
+    def _take(self) -> pb.Report | None:
+        with self.node.lock:
+            report = None if self._making_inventory else self.node.reporter.take()
+        return None if report is None else _report_to_proto(report)
+
+    # --- in the agent's thread, one after the other ---------------------------------------------------------------------
+
+    def _say(self, message: pb.WorkerMessage) -> None:
+        self._outbox.append(message)
+        self.wake()
+
+    def _apply_welcome(self, welcome: pb.Welcome) -> None:
+        named = {NamespaceUid(update.namespace.uid) for update in welcome.namespaces}
+        for uid in self.node.known_namespaces() - named:
+            self.node.delete_namespace(uid)  # deleted while we were away
+        for update in welcome.namespaces:
+            self._apply_namespace(update)
+
+    def _apply_namespace(self, update: pb.NamespaceUpdate) -> None:
+        try:
+            if update.deleted:
+                self.node.delete_namespace(NamespaceUid(update.namespace.uid))
+                return
+            spec = spec_from_proto(update.namespace)
+            self.node.catch_up(
+                spec, drop_all=update.drop_blocks or update.missed_all, missed=list(_batches(update.missed_keys)),
+            )  # fmt: skip
+        except KVPoolError as error:
+            log.error("event=namespace_unusable name=%r reason=%r", update.namespace.name, str(error))
+        except Exception:
+            log.exception("event=namespace_failed name=%r", update.namespace.name)  # it stays blocked: nothing wrong is served
+
+    def _remove(self, task: pb.RemoveTask) -> None:
+        self.counters["removal_tasks"] += 1
+        done = pb.TaskDone(task_id=task.task_id)
+        try:
+            codes, n_removed = self.node.remove(
+                NamespaceUid(task.namespace), None if task.all else task.keys, removal_seq=task.removal_seq
+            )
+            done.codes, done.n_removed = codes, n_removed
+        except Exception as error:
+            log.exception("event=removal_failed")
+            done.error = str(error) or type(error).__name__
+        self._say(pb.WorkerMessage(task_done=done))
+
+    def _queue_inventory(self) -> None:
+        """Everything that this worker has, as parts; reports go on behind it."""
+        self.counters["inventories"] += 1
+        with self.node.lock:
+            self._making_inventory = True  # no report may leave between this and the parts
+            next_seq = self.node.reporter.begin_inventory()
+            snapshot = list(self.node.table.snapshot())
+        part = pb.InventoryPart(next_seq=next_seq, first=True)
+        n_keys = 0
+        parts = []
+        for uid, keys, tiers, sizes in snapshot:
+            for at in range(0, len(tiers), INVENTORY_KEYS):
+                stop = min(at + INVENTORY_KEYS, len(tiers))
+                if n_keys and n_keys + stop - at > INVENTORY_KEYS:
+                    parts.append(part)
+                    part, n_keys = pb.InventoryPart(next_seq=next_seq), 0
+                part.batches.append(
+                    pb.ReportBatch(
+                        namespace=uid, keys=bytes(keys[at * KEY_BYTES : stop * KEY_BYTES]), tiers=bytes(tiers[at:stop]),
+                        sizes=bytes(sizes[4 * at : 4 * stop]),
+                    )
+                )
+                n_keys += stop - at
+        part.last = True
+        parts.append(part)
+        self._outbox.extend(pb.WorkerMessage(inventory=part) for part in parts)
+        self._making_inventory = False
+        self.wake()
+
+
+async def _raise_end(call: Any) -> None:
+    """The stream has ended: raises what the master said, if it was an error."""
+    code = await call.code()
+    if code != grpc.StatusCode.OK:
+        initial, trailing = await call.initial_metadata(), await call.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, initial, trailing, await call.details(), None)
+
+
+def _report_to_proto(report: Report) -> pb.Report:
+    return pb.Report(
+        seq=report.seq,
+        batches=[pb.ReportBatch(namespace=b.namespace, keys=b.keys, tiers=b.tiers, sizes=b.sizes) for b in report.batches],
+    )
+
+
+def _batches(keys: bytes) -> Iterator[bytes]:
+    step = MAX_BATCH_KEYS * KEY_BYTES
+    for at in range(0, len(keys), step):
+        yield keys[at : at + step]

@@ -1,0 +1,301 @@
+"""The worker's middle: the block table under its lock, and all that data plane, agent and mover share.
+
+Owns the one lock, the clock, the thread pool, who waits for room or for the master, and which namespaces are served. Decisions
+are `core.blocks`', bytes are the tiers', moving between tiers is `mover`.
+
+    with node.lock: decide on `table`; note what must be done; `after_decision()`        ── outside of it: do it
+
+A namespace is served when its removals are known to be applied (`catch_up`); before, requests get NOT_READY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvpool.core.frames import Status
+from kvpool.core.keys import KeyBatch
+from kvpool.core.session import Reporter
+from kvpool.core.types import Incarnation, MissCause, NamespaceUid
+from kvpool.v1 import master_pb2 as pb
+from kvpool.worker.listed import Listed
+
+if TYPE_CHECKING:
+    from kvpool.core.blocks import Block, BlockTable
+    from kvpool.core.namespaces import NamespaceSpec
+    from kvpool.worker.mover import Mover
+    from kvpool.worker.state import WorkerState
+    from kvpool.worker.tiers.base import TierError
+    from kvpool.worker.tiers.dram import DramTier
+    from kvpool.worker.tiers.ssd import SsdTier
+    from kvpool.worker.tiers.staging import StagingPool
+
+log = logging.getLogger(__name__)
+
+SETTLE_S: Final = 10.0  # the disk may take this long to forget removed blocks; then the removal is reported as failed
+EXPIRE_S: Final = 0.2  # how often holds whose time is up are looked for
+
+
+def new_incarnation() -> Incarnation:
+    """Random, never 0."""
+    return Incarnation(secrets.randbits(64) or 1)
+
+
+class Node:
+    """Made by `build.build_node`. Any thread may call anything, except where said."""
+
+    def __init__(
+        self, *, worker_id: str, incarnation: Incarnation, table: BlockTable, reporter: Reporter, dram: DramTier,
+        ssd: SsdTier | None, staging: StagingPool, state: WorkerState, lock: threading.Lock, io_threads: int,
+    ) -> None:  # fmt: skip
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.lock = lock
+        self.table = table
+        self.reporter = reporter
+        self.dram = dram
+        self.ssd = ssd
+        self.staging = staging
+        self.state = state
+        self.listed = Listed()
+        self.loading: dict[Block, threading.Event] = {}  # SSD reads under way, under the lock
+        self.io_threads = io_threads
+        self.mover: Mover | None = None
+        self.read_troubles: Counter[tuple[NamespaceUid, str]] = Counter()
+        self._specs: dict[NamespaceUid, NamespaceSpec] = {}
+        self._blocked: set[NamespaceUid] = set()
+        self._applied: dict[NamespaceUid, int] = {}
+        self._waiting_for_room: dict[Hashable, Callable[[], None]] = {}
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="kvpool-io")
+        self._record_calls: list[Callable[[], None]] = []
+        self._drop_calls: list[Callable[[list[int]], None]] = []
+        self._closed = threading.Event()
+        self._expirer = threading.Thread(target=self._expire_holds, name="kvpool-holds", daemon=True)
+
+    # --- small things that everybody needs ------------------------------------------------------------------------------
+
+    @staticmethod
+    def now_ms() -> int:
+        """The clock of the core: monotonic milliseconds."""
+        return time.monotonic_ns() // 1_000_000
+
+    def offset(self, block: Block) -> int:
+        """Where a pinned or reserved block lies in its namespace's arena."""
+        slot = block.dram
+        assert slot is not None
+        return self.table.dram.place(slot)[1]
+
+    def submit(self, call: Callable[..., None], *args: object) -> None:
+        """Runs it in the pool; a failure is logged. After `close` it does not run."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(call, *args).add_done_callback(_log_failure)
+
+    def served(self, uid: NamespaceUid) -> NamespaceSpec | tuple[Status, str]:
+        """The namespace's spec, or why a request for it is refused."""
+        spec = self._specs.get(uid)
+        if spec is None:
+            return Status.UNKNOWN_NAMESPACE, f"this worker does not know namespace {uid.hex()} (yet)"
+        if uid in self._blocked:
+            return Status.NOT_READY, f"namespace {spec.name!r}: removals are being caught up with"
+        return spec
+
+    def after_decision(self) -> None:
+        """At the end of every hold of the lock that may have changed something: wakes who has to carry it out."""
+        if self.table.has_actions and self.mover is not None:
+            self.mover.kick()
+        if self.reporter.n_pending:
+            for call in self._record_calls:
+                call()
+
+    def on_record(self, call: Callable[[], None]) -> None:
+        """`call` when there is something to report; under the lock, must not block."""
+        self._record_calls.append(call)
+
+    def on_drop_owners(self, call: Callable[[list[int]], None]) -> None:
+        """`call(owners)` when connections must be dropped for their overdue views."""
+        self._drop_calls.append(call)
+
+    def wait_for_room(self, who: Hashable, call: Callable[[], None]) -> None:
+        """Under the lock: `call` once when slots may have become free, or never."""
+        self._waiting_for_room[who] = call
+
+    def forget_waiting(self, who: Hashable) -> None:
+        self._waiting_for_room.pop(who, None)
+
+    def room_made(self) -> None:
+        """By the mover, without the lock."""
+        with self.lock:
+            waiting, self._waiting_for_room = self._waiting_for_room, {}
+        for call in waiting.values():
+            call()
+
+    def on_ack(self, seq: int) -> None:
+        """The master has all reports up to `seq`."""
+        with self.lock:
+            self.reporter.on_ack(seq)
+            acked = self.reporter.acked
+        self.listed.on_ack(acked)
+
+    def count_read_trouble(self, uid: NamespaceUid, error: TierError) -> None:
+        with self.lock:
+            self.read_troubles[uid, error.trouble.value] += 1
+        if error.is_out and self.mover is not None:
+            self.mover.ssd_failed(error)
+
+    # --- namespaces and removals; one thread at a time (the agent's), besides start ---------------------------------------
+
+    def known_namespaces(self) -> set[NamespaceUid]:
+        return set(self._specs)
+
+    def specs(self) -> list[NamespaceSpec]:
+        return list(self._specs.values())
+
+    def applied_seqs(self) -> list[tuple[NamespaceUid, int]]:
+        """Of each namespace, the removals that are applied for good."""
+        return list(self._applied.items())
+
+    def open_namespace(self, spec: NamespaceSpec, *, applied_seq: int, blocked: bool) -> None:
+        """Makes its arena and takes it into the table. Raises TierError (no memory, no descriptors)."""
+        self.dram.open_arena(spec.uid)
+        with self.lock:
+            self._blocked.add(spec.uid)
+            if not blocked:
+                self._blocked.discard(spec.uid)
+            self.table.open_namespace(spec)
+            self._applied[spec.uid] = applied_seq
+            self._specs[spec.uid] = spec
+
+    def catch_up(self, spec: NamespaceSpec, *, drop_all: bool, missed: Sequence[bytes]) -> None:
+        """The namespace as the master has it, with what was removed while we were away; it is served afterwards.
+
+        Raises TierError when the disk does not forget: it is not served then, until the next session."""
+        uid = spec.uid
+        if uid not in self._specs:
+            self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=True)
+        had_any = False
+        with self.lock:
+            if drop_all:
+                had_any = bool(self.table.remove_all(uid)) or had_any
+            for keys in missed:
+                had_any = any(self.table.remove(KeyBatch(uid, keys, chained=False), cause=MissCause.REMOVED)) or had_any
+            self.after_decision()
+        if drop_all or missed:
+            self._settle()
+        known = self._specs.get(uid)
+        noted = self.state.applied_seq(uid)
+        if noted is None or known is None or replace(known, removal_seq=0) != replace(spec, removal_seq=0):
+            self.state.put_namespace(spec)
+        if noted != spec.removal_seq:
+            self.state.set_applied_seq(uid, spec.removal_seq)
+        with self.lock:
+            self._specs[uid] = spec
+            self._applied[uid] = spec.removal_seq
+            self._blocked.discard(uid)
+
+    def remove(self, uid: NamespaceUid, keys: bytes | None, *, removal_seq: int) -> tuple[bytes, int]:
+        """Removes these keys (None: all) for good. -> (1 had it, per key; blocks removed). Raises TierError: not for good."""
+        codes, n_removed = b"", 0
+        if uid not in self._specs:
+            return bytes(len(KeyBatch(uid, keys or b"", chained=False))), 0
+        with self.lock:
+            if keys is None:
+                n_removed = self.table.remove_all(uid)
+            else:
+                codes = bytes(self.table.remove(KeyBatch(uid, keys, chained=False), cause=MissCause.REMOVED))
+                n_removed = sum(codes)
+            self.after_decision()
+        self._settle()
+        applied = self._applied.get(uid, 0)
+        if removal_seq == applied + 1:  # one that follows a removal that failed is not noted: the master tells us again
+            self.state.set_applied_seq(uid, removal_seq)
+            with self.lock:
+                self._applied[uid] = removal_seq
+        return codes, n_removed
+
+    def delete_namespace(self, uid: NamespaceUid) -> None:
+        """The namespace is gone, with all its blocks. An unknown one is fine."""
+        with self.lock:
+            if self._specs.pop(uid, None) is None:
+                return
+            self._blocked.discard(uid)
+            self._applied.pop(uid, None)
+            self.table.close_namespace(uid)
+            self.after_decision()
+        self._settle()
+        self.state.forget_namespace(uid)
+
+    def _settle(self) -> None:
+        """Returns when the disk has forgotten what was removed before."""
+        if self.mover is not None:
+            self.mover.settle(deadline=time.monotonic() + SETTLE_S)
+
+    # --- what it tells ----------------------------------------------------------------------------------------------------
+
+    def tier_status(self) -> list[pb.TierStatus]:
+        """DRAM first, then SSD where there is one."""
+        with self.lock:
+            dram, ssd = self.table.dram, self.table.ssd
+            told = [("dram", dram.capacity_bytes, dram.used_bytes, dram.n_blocks, self.dram.state)]
+            if ssd is not None and self.ssd is not None:
+                told.append(("ssd", ssd.capacity_bytes, ssd.used_bytes, ssd.n_blocks, self.ssd.state))
+        return [pb.TierStatus(tier=t, capacity_bytes=c, used_bytes=u, blocks=n, state=s) for t, c, u, n, s in told]
+
+    def stat(self) -> dict[str, Any]:
+        """For STAT."""
+        with self.lock:
+            counters = dict(self.table.counters)
+            held = {"reports_pending": self.reporter.n_pending, "reports_overflowed": self.reporter.overflows}
+        return {
+            "worker": self.worker_id,
+            "incarnation": self.incarnation,
+            "session": self.listed.up,
+            "namespaces": len(self._specs),
+            "tiers": {
+                t.tier: {"capacity_bytes": t.capacity_bytes, "used_bytes": t.used_bytes, "blocks": t.blocks, "state": t.state}
+                for t in self.tier_status()
+            },
+            "counters": {str(name): value for name, value in counters.items()} | held,
+        }
+
+    # --- start and end ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._expirer.start()
+
+    def close(self) -> None:
+        """After the data plane has stopped: ends threads, gives back memory and directories. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self.mover is not None:
+            self.mover.stop()
+        if self._expirer.is_alive():
+            self._expirer.join(5)
+        self.dram.close()
+        if self.ssd is not None:
+            self.ssd.close()
+        self.staging.close()
+        self.state.close()
+
+    def _expire_holds(self) -> None:
+        while not self._closed.wait(EXPIRE_S):
+            with self.lock:
+                owners = list(self.table.expire(self.now_ms()))
+                self.after_decision()
+            if owners:
+                for call in self._drop_calls:
+                    call(owners)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.error("event=pool_job_failed", exc_info=error)

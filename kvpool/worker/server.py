@@ -1,0 +1,151 @@
+"""The worker role: start-up checks, the processes' threads, ready line, signals, graceful stop.
+
+    main thread: asyncio (uvloop) with agent and HTTP      threads: data plane loops, pool, mover, holds
+
+Owns order of start and stop. Start: settings checked against this machine, directories locked, SSD blocks adopted, ports bound,
+then the master is looked for. Stop (SIGTERM, SIGINT): no new connections, running requests finish or are cut after
+`drain_timeout` (never more than DRAIN_S_MAX), the master is told, everything is given back. A second signal cuts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import uvloop
+
+from kvpool.config import WorkerSettings, check_memory
+from kvpool.errors import ConfigError
+from kvpool.worker import http
+from kvpool.worker.agent import Agent
+from kvpool.worker.build import build_node
+from kvpool.worker.dataplane import DataPlane
+from kvpool.worker.host_memory import available_bytes, cgroup_limit_bytes
+
+if TYPE_CHECKING:
+    from kvpool.worker.node import Node
+
+log = logging.getLogger(__name__)
+
+READY_WITHOUT_MASTER_S: Final = 5.0  # then the ready line is printed all the same: the data plane serves
+DRAIN_S_MAX: Final = 8.0  # of the ten seconds that a stop may take; the rest is for the master and the disk
+PARENT_CHECK_S: Final = 0.5
+TOKEN_BYTES_MAX: Final = 4096
+GC_THRESHOLDS: Final = (50_000, 20, 100)  # blocks are long-lived: full collections would walk all of them for nothing
+SWITCH_INTERVAL_S: Final = 0.001  # a loop that becomes ready waits at most this long for a thread that computes
+
+
+def run(settings: WorkerSettings, *, parent_pid: int | None = None) -> int:
+    """One worker until SIGTERM or SIGINT; prints the ready line. Returns the exit status. Raises ConfigError when it cannot
+    start. Call it on the main thread."""
+    check_memory(settings.dram, memavailable=available_bytes(), cgroup_limit=cgroup_limit_bytes())
+    token = read_token(settings.token_file)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    node = build_node(settings)
+    try:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(node, settings, token, parent_pid))
+    finally:
+        node.close()
+
+
+def read_token(path: str) -> str:
+    """The shared token; empty without a file. Raises ConfigError naming `token_file`."""
+    if not path:
+        return ""
+    try:
+        raw = Path(path).read_bytes()
+        token = raw.decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file: {path} cannot be read: {error}") from error
+    if not 1 <= len(token) <= TOKEN_BYTES_MAX // 2 or not token.isprintable():
+        raise ConfigError(f"token_file: {path} must have one line of 1..{TOKEN_BYTES_MAX // 2} printable characters")
+    return token
+
+
+async def _serve(node: Node, settings: WorkerSettings, token: str, parent_pid: int | None) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    hurry = threading.Event()
+
+    def on_signal(number: int) -> None:
+        log.info("event=signal number=%d", number)
+        if stopping.is_set():
+            hurry.set()
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    plane = DataPlane(node, settings, token=token.encode())
+    tasks: list[asyncio.Task[Any]] = []
+    stop_http = None
+    agent: Agent | None = None
+    http_sock = http.listen(settings.http_host, settings.http_port)
+    try:
+        plane.start()
+        node.start()
+        host, port = http_sock.getsockname()[:2]
+        http_address = f"{settings.advertise or host}:{port}"
+        agent = Agent(
+            node, settings, token=token, address=plane.address, unix_name=plane.unix_name, http=http_address
+        )
+        stop_http = await http.serve(http.make_app(node, plane, agent, token=token), http_sock)
+        tasks.append(asyncio.create_task(agent.run()))
+        tasks.append(asyncio.create_task(_say_ready(node, plane, agent, http_address)))
+        if parent_pid is not None:
+            tasks.append(asyncio.create_task(_watch_parent(parent_pid, stopping)))
+        await stopping.wait()
+        return 0
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(_drain, plane, settings, hurry)
+        if agent is not None:
+            with contextlib.suppress(Exception):
+                await agent.leave("stopping")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if stop_http is not None:
+            await stop_http()
+        http_sock.close()
+        await asyncio.to_thread(plane.stop)
+        log.info("event=stopped")
+
+
+def _drain(plane: DataPlane, settings: WorkerSettings, hurry: threading.Event) -> None:
+    left = plane.drain(min(settings.drain_timeout_ms / 1000, DRAIN_S_MAX), cut=hurry)
+    if left:
+        log.warning("event=drain_cut connections=%d", left)
+
+
+async def _say_ready(node: Node, plane: DataPlane, agent: Agent, http_address: str) -> None:
+    try:
+        await asyncio.wait_for(agent.first.wait(), READY_WITHOUT_MASTER_S)
+    except TimeoutError:
+        reason = agent.last_error or "no answer"
+        print(f"kvpool worker: no master yet ({reason}); serving without, and trying on", file=sys.stderr)  # noqa: T201
+    line = {
+        "ready": True, "role": "worker", "id": node.worker_id, "pid": os.getpid(), "address": plane.address, "http": http_address,
+    }  # fmt: skip
+    print(json.dumps(line), flush=True)  # noqa: T201
+
+
+async def _watch_parent(parent_pid: int, stopping: asyncio.Event) -> None:
+    """Stops when the process that started this one is gone."""
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(PARENT_CHECK_S)
+    log.warning("event=parent_gone pid=%d", parent_pid)
+    stopping.set()
+
