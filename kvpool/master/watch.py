@@ -1,16 +1,16 @@
 """Index events for watchers: a ring with numbers, bounded in keys, and how a stream of them is written.
 
-There is no queue per watcher: a watcher is a place in the ring, and the stream's own flow control is its pace. Who fell out of the
-ring, comes from another epoch, or is new gets a snapshot, announced by `resync`: nothing is skipped in silence. Events are
+There is no queue per watcher: a watcher is a place in the ring, and the stream's own flow control is its pace. Who fell out of
+the ring, comes from another epoch, or is new gets a snapshot, announced by `resync`: nothing is skipped in silence. Events are
 gathered for some ms, and by each watcher for as long as its stream is busy, so that cost grows with watchers x batches.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.core.catalog import Catalog
 from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, Epoch, Holder, NamespaceUid
@@ -162,21 +162,18 @@ def _flush(groups: dict[tuple[NamespaceUid, Holder], list[Changed]]) -> Iterator
     groups.clear()
 
 
-class Watchable:
-    """What a watch reads: given by `state`."""
+class Watched(Protocol):
+    """What a watch reads; `state` is one."""
 
     epoch: Epoch
     catalog: Catalog
     events: EventLog
 
-    def holder_infos(self) -> list[pb.HolderInfo]:
-        raise NotImplementedError
+    def holder_infos(self) -> list[pb.HolderInfo]: ...
 
-    def complete(self) -> bool:
-        raise NotImplementedError
+    def complete(self) -> bool: ...
 
-    def has_namespace(self, uid: NamespaceUid) -> bool:
-        raise NotImplementedError
+    def has_namespace(self, uid: NamespaceUid) -> bool: ...
 
 
 class Counters:
@@ -191,14 +188,14 @@ class Counters:
 
 
 async def watch(
-    state: Watchable,
+    state: Watched,
     namespaces: frozenset[NamespaceUid],
     *,
     epoch: int,
     after_seq: int,
     heartbeat_s: float,
     counters: Counters,
-) -> AsyncIterator[pb.WatchEvent]:
+) -> AsyncGenerator[pb.WatchEvent, None]:
     """The stream of one watcher, without end. The reader's pace is the stream's; the ring bounds what waits for it."""
     log = state.events
     cursor = after_seq if epoch == state.epoch else -1
@@ -208,7 +205,7 @@ async def watch(
             yield pb.WatchEvent(epoch=state.epoch, resync=True)
             while not state.complete():  # an index that is being rebuilt would empty the mirrors that follow it
                 yield pb.WatchEvent(epoch=state.epoch, heartbeat=True)
-                await asyncio.sleep(min(heartbeat_s, 0.02))
+                await asyncio.sleep(min(heartbeat_s, 0.05))
             cursor = log.seq
             async for event in _snapshot(state, namespaces):
                 yield event
@@ -228,7 +225,7 @@ async def watch(
             yield pb.WatchEvent(epoch=state.epoch, seq=cursor, heartbeat=True)
 
 
-async def _snapshot(state: Watchable, namespaces: frozenset[NamespaceUid]) -> AsyncIterator[pb.WatchEvent]:
+async def _snapshot(state: Watched, namespaces: frozenset[NamespaceUid]) -> AsyncIterator[pb.WatchEvent]:
     """Holders, then entries. What changes meanwhile is told by the events after the snapshot's number."""
     for info in state.holder_infos():
         yield pb.WatchEvent(epoch=state.epoch, holder=info)

@@ -1,0 +1,394 @@
+"""All that a master knows while it runs, and every step that changes it. No gRPC, no streams: `service` and `session` call it.
+
+Owns the catalog, the members, the memory of the gone, each namespace's removals and the ring of events, and keeps them in step: a
+change of the index goes into the catalog, into `gone` and into the ring in one step, without a wait in between. What must
+survive is written to the store first. On the loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvpool.core.catalog import Catalog, Gone, Replicas
+from kvpool.core.keys import split_keys
+from kvpool.core.membership import Change, Member, Membership, WorkerState
+from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.removals import Missed, Removal, RemovalLog
+from kvpool.core.session import Inbox, ReportBatch, unpack_cause
+from kvpool.core.types import Epoch, Holder, Key, MissCause, NamespaceUid, WorkerId
+from kvpool.errors import LayoutMismatch, NamespaceNotFound, QuotaExceeded
+from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
+from kvpool.master.watch import Changed, Counters, Emptied, EventLog, HolderRetired, HolderSeen
+from kvpool.v1 import master_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+NAMESPACES_MAX: Final = 10_000  # all of them go into every Welcome
+KNOWN_WORKERS_MAX: Final = 4_096  # workers that may have blocks while they are away; past it the oldest are forgotten
+PURGE_KEYS: Final = 8_192  # looked at in one step of a purge: a few ms of the loop
+TIERS_ONLY: Final = bytes(state & 0x0F for state in range(256))
+DOWN: Final = int(WorkerState.DOWN)
+
+
+@dataclass(slots=True)
+class Namespace:
+    spec: NamespaceSpec
+    log: RemovalLog
+    ordinal: int
+    born_here: bool  # created in this epoch: what is not remembered as gone was never stored
+    misses: dict[MissCause, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Extra:
+    """What a member's stream said beyond its info."""
+
+    inbox: Inbox = field(default_factory=Inbox)
+    tiers: tuple[pb.TierStatus, ...] = ()
+    http: str = ""
+    pid: int = 0
+    version: str = ""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Plain ints; `http` exports them."""
+
+    reports: int = 0
+    report_keys: int = 0
+    reports_duplicate: int = 0
+    reports_gap: int = 0
+    inventories: int = 0
+    inventory_keys: int = 0
+    sessions: int = 0
+    sessions_refused: int = 0
+    workers_lost: int = 0
+    removals: int = 0
+    removals_pending: int = 0
+    lookups: int = 0
+    lookup_keys: int = 0
+    rpc_errors: dict[str, int] = field(default_factory=dict)
+
+
+class MasterState:
+    """Made by `load`. `now_ms` is a monotonic clock."""
+
+    def __init__(self, store: Store, epoch: Epoch, *, settings: Limits, now_ms: Callable[[], int]) -> None:
+        self.store = store
+        self.epoch = epoch
+        self.settings = settings
+        self.now_ms = now_ms
+        self.catalog = Catalog()
+        self.gone = Gone(settings.gone_memory_keys)
+        self.events = EventLog(coalesce_ms=settings.watch_coalesce_ms)
+        self.watch_counters = Counters()
+        self.counts = Counts()
+        self.namespaces: dict[NamespaceUid, Namespace] = {}
+        self.by_name: dict[str, Namespace] = {}
+        self.records: dict[WorkerId, WorkerRecord] = {}
+        self.extras: dict[WorkerId, Extra] = {}
+        self.members: Membership = self._membership(())
+        self._ordinal = 0
+        self._creating = asyncio.Lock()
+        self.purge_wanted = asyncio.Event()
+        self.leader = ""
+
+    def _membership(self, known: Sequence[WorkerId]) -> Membership:
+        s = self.settings
+        return Membership(
+            suspect_after_ms=s.suspect_after_ms,
+            dead_after_ms=s.dead_after_ms,
+            rebuild_grace_ms=s.rebuild_grace_ms,
+            known=known,
+            now_ms=self.now_ms(),
+        )
+
+    async def load(self) -> None:
+        """Reads back what the store has. Workers that were connected when a master last wrote are waited for (`complete`)."""
+        for record in await self.store.namespaces():
+            entries = await self.store.removals(record.spec.uid)
+            first = entries[0].seq if entries else record.spec.removal_seq + 1
+            removals = RemovalLog(keys_max=self.settings.removal_log_max, seq=first - 1)
+            for entry in entries:
+                removals.append(entry)
+            self._add(Namespace(replace(record.spec, removal_seq=removals.seq), removals, record.ordinal, born_here=False))
+            self._ordinal = max(self._ordinal, record.ordinal)
+        for worker in await self.store.workers():
+            if worker.connected:  # it may have seen every namespace that there is
+                worker = replace(worker, seen_ordinal=self._ordinal)
+            self.records[worker.worker_id] = worker
+        self.members = self._membership([w.worker_id for w in self.records.values() if w.connected])
+
+    # --- namespaces -----------------------------------------------------------------------------------------------------
+
+    def _add(self, namespace: Namespace) -> None:
+        self.namespaces[namespace.spec.uid] = self.by_name[namespace.spec.name] = namespace
+        self.catalog.open_namespace(namespace.spec.uid, sized=namespace.spec.variable)
+
+    def has_namespace(self, uid: NamespaceUid) -> bool:
+        return uid in self.namespaces
+
+    def namespace(self, uid: NamespaceUid) -> Namespace:
+        try:
+            return self.namespaces[uid]
+        except KeyError:
+            raise NamespaceNotFound(f"namespace: no namespace has the uid {uid.hex()} (any more)") from None
+
+    async def create(self, wanted: NamespaceSpec) -> tuple[NamespaceSpec, bool]:
+        """The namespace of this name, made when there is none. (spec, True when it was made.) Raises LayoutMismatch when the
+        existing one has another layout, hash or salt."""
+        async with self._creating:
+            existing = self.by_name.get(wanted.name)
+            if existing is not None:
+                _check_same(existing.spec, wanted)
+                return existing.spec, False
+            if len(self.namespaces) >= NAMESPACES_MAX:
+                raise QuotaExceeded(f"namespace: {NAMESPACES_MAX} namespaces exist, which is the limit")
+            spec = replace(wanted, uid=NamespaceUid(os.urandom(16)), removal_seq=0)
+            await self.store.put_namespace(NamespaceRecord(spec, self._ordinal + 1))
+            self._ordinal += 1
+            self._add(Namespace(spec, RemovalLog(keys_max=self.settings.removal_log_max), self._ordinal, born_here=True))
+            log.info("event=namespace_created name=%r uid=%s block_bytes=%d", spec.name, spec.uid.hex(), spec.block_bytes)
+            return spec, True
+
+    def open(self, name: str, *, fingerprint: bytes) -> NamespaceSpec:
+        """The namespace of this name. A fingerprint that is given must be its own."""
+        namespace = self.by_name.get(name)
+        if namespace is None:
+            raise NamespaceNotFound(f"namespace: {name!r} does not exist")
+        if fingerprint and fingerprint != namespace.spec.fingerprint:
+            raise LayoutMismatch(
+                f"namespace: {name!r} has the layout fingerprint {namespace.spec.fingerprint.hex()}, not {fingerprint.hex()}"
+            )
+        return namespace.spec
+
+    async def delete(self, namespace: Namespace) -> None:
+        """Forgets the namespace for good; a worker that comes back with blocks of it is told to drop them."""
+        await self.store.delete_namespace(namespace.spec.uid)
+        if self.namespaces.pop(namespace.spec.uid, None) is None:
+            return
+        del self.by_name[namespace.spec.name]
+        self.catalog.drop_namespace(namespace.spec.uid)
+        self.events.append(Emptied(namespace.spec.uid))
+        log.info("event=namespace_deleted name=%r uid=%s", namespace.spec.name, namespace.spec.uid.hex())
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def known_away(self, namespace: Namespace, connected: set[WorkerId]) -> list[WorkerId]:
+        """Workers that may have blocks of the namespace and cannot be told now."""
+        return sorted(
+            record.worker_id
+            for record in self.records.values()
+            if record.worker_id not in connected and (record.connected or record.seen_ordinal >= namespace.ordinal)
+        )
+
+    async def remember(self, member: Member, extra: Extra, *, connected: bool) -> None:
+        """Writes down that this worker may have blocks."""
+        info = member.info
+        await self._write_worker(
+            WorkerRecord(info.worker_id, info.incarnation, info.host_id, info.address, extra.http, self._ordinal, connected)
+        )
+
+    async def remember_away(self, worker_id: WorkerId) -> None:
+        """The worker is away; it may have blocks of every namespace that there is by now."""
+        record = self.records.get(worker_id)
+        if record is not None and record.connected:
+            await self._write_worker(replace(record, seen_ordinal=self._ordinal, connected=False))
+
+    async def _write_worker(self, record: WorkerRecord) -> None:
+        self.records.pop(record.worker_id, None)
+        self.records[record.worker_id] = record
+        await self.store.put_worker(record)
+        while len(self.records) > KNOWN_WORKERS_MAX:
+            oldest = next((r for r in self.records.values() if self.members.get(r.worker_id) is None), None)
+            if oldest is None:
+                break
+            log.warning("event=worker_forgotten worker=%s reason=too_many_known", oldest.worker_id)
+            await self.forget_worker(oldest.worker_id)
+
+    async def forget_worker(self, worker_id: WorkerId) -> None:
+        """It cannot have blocks any more."""
+        if self.records.pop(worker_id, None) is not None:
+            await self.store.delete_worker(worker_id)
+
+    def settle(self, change: Change) -> None:
+        """Does what a step of the members calls for: events, entries taken out."""
+        for holder in change.retired:
+            self.catalog.retire(holder)
+            self.events.append(HolderRetired(holder))
+        if change.retired:
+            self.purge_wanted.set()
+        for worker_id in change.changed:
+            member = self.members.get(worker_id)
+            if member is None:
+                self.extras.pop(worker_id, None)
+                continue
+            for info in self._infos(member):
+                self.events.append(HolderSeen(info))
+
+    def purge_step(self) -> bool:
+        """Takes some entries of retired holders out; True while there is more to do."""
+        more, lost = self.catalog.purge(PURGE_KEYS)
+        by_namespace: dict[NamespaceUid, list[Key]] = {}
+        for uid, key in lost:
+            by_namespace.setdefault(uid, []).append(key)
+        for uid, keys in by_namespace.items():
+            self.gone.add(uid, keys, MissCause.WORKER_LOST)
+        return more
+
+    def complete(self) -> bool:
+        return self.members.complete(now_ms=self.now_ms())
+
+    def _infos(self, member: Member) -> list[pb.HolderInfo]:
+        info = member.info
+        return [
+            pb.HolderInfo(
+                holder=holder,
+                worker_id=info.worker_id,
+                incarnation=info.incarnation,
+                host_id=info.host_id,
+                address=info.address,
+                unix_name=info.unix_name,
+                state=int(member.state),
+                free_bytes=member.free_bytes,
+                capacity_bytes=member.capacity_bytes,
+            )
+            for holder in member.holders
+        ]
+
+    def holder_info(self, holder: Holder) -> pb.HolderInfo | None:
+        member = self.members.of_holder(holder)
+        if member is None:
+            return None
+        return next(info for info in self._infos(member) if info.holder == holder)
+
+    def holder_infos(self) -> list[pb.HolderInfo]:
+        return [info for member in self.members for info in self._infos(member)]
+
+    def worker_statuses(self) -> list[pb.WorkerStatus]:
+        """Members, then workers that are known and away (DOWN)."""
+        statuses = []
+        for member in self.members:
+            extra = self.extras.get(member.info.worker_id) or Extra()
+            statuses.append(
+                pb.WorkerStatus(
+                    info=self._infos(member)[0], tiers=extra.tiers, http=extra.http, pid=extra.pid, version=extra.version
+                )
+            )
+        for record in self.records.values():
+            if self.members.get(record.worker_id) is None:
+                info = pb.HolderInfo(
+                    worker_id=record.worker_id,
+                    incarnation=record.incarnation,
+                    host_id=record.host_id,
+                    address=record.address,
+                    state=DOWN,
+                )
+                statuses.append(pb.WorkerStatus(info=info, http=record.http))
+        return statuses
+
+    # --- the index ------------------------------------------------------------------------------------------------------
+
+    def apply(self, holder: Holder, batch: ReportBatch) -> bool:
+        """One namespace's changes of one holder. False: there is no such namespace (any more)."""
+        uid = batch.namespace
+        if uid not in self.namespaces:
+            return False
+        gone = self.catalog.apply(uid, holder, batch.keys, batch.tiers, sizes=batch.sizes)
+        self.events.append(Changed(uid, holder, batch.keys, batch.tiers.translate(TIERS_ONLY)))
+        if gone:
+            by_cause: dict[MissCause, list[Key]] = {}
+            keys = split_keys(batch.keys)
+            for i in gone:
+                by_cause.setdefault(unpack_cause(batch.tiers[i]) or MissCause.UNKNOWN, []).append(keys[i])
+            for cause, names in by_cause.items():
+                self.gone.add(uid, names, cause)
+        return True
+
+    def locate(self, namespace: Namespace, keys: Sequence[Key]) -> list[Replicas]:
+        self.counts.lookups += 1
+        self.counts.lookup_keys += len(keys)
+        return self.catalog.locate(namespace.spec.uid, keys)
+
+    def miss_cause(self, namespace: Namespace, key: Key) -> MissCause:
+        """Why nobody has the key; counted for the namespace."""
+        uid = namespace.spec.uid
+        if self.catalog.lost(uid, key):
+            cause = MissCause.WORKER_LOST
+        else:
+            never = namespace.born_here and not self.gone.forgot
+            cause = self.gone.cause(uid, key) or (MissCause.NEVER_STORED if never else MissCause.UNKNOWN)
+        namespace.misses[cause] = namespace.misses.get(cause, 0) + 1
+        return cause
+
+    async def log_removal(self, namespace: Namespace, keys: bytes, *, everything: bool) -> Removal:
+        """Writes the removal down. From its end to the caller's next wait nothing else runs on the loop: the caller tells the
+        workers before it waits, and a worker that says hello later finds it in the log."""
+        removal = Removal(namespace.log.seq + 1, keys, everything)
+        first_seq = removal.seq if everything else namespace.log.first_seq
+        await self.store.log_removal(namespace.spec.uid, removal, first_seq=first_seq)
+        self.namespace(namespace.spec.uid)  # deleted meanwhile: NamespaceNotFound
+        namespace.log.append(removal)
+        namespace.spec = replace(namespace.spec, removal_seq=removal.seq)
+        self.counts.removals += 1
+        return removal
+
+    def take_out(self, namespace: Namespace, removal: Removal) -> tuple[bytearray, int]:
+        """The removed keys leave the index. Returns u8 [n] of which were there, and how many keys that are in all."""
+        uid = namespace.spec.uid
+        if removal.everything:
+            n = self.catalog.drop_all(uid)
+            self.events.append(Emptied(uid))
+            return bytearray(), n
+        keys = split_keys(removal.keys)
+        by_holder: dict[Holder, list[Key]] = {}
+        had = bytearray(len(keys))
+        for i, (key, replicas) in enumerate(zip(keys, self.catalog.locate(uid, keys), strict=True)):
+            had[i] = bool(replicas)
+            for holder, _ in replicas:
+                by_holder.setdefault(holder, []).append(key)
+        n = self.catalog.forget(uid, keys)
+        for holder, names in by_holder.items():
+            self.events.append(Changed(uid, holder, b"".join(names), bytes(len(names))))
+        self.gone.add(uid, (key for key, was in zip(keys, had, strict=True) if was), MissCause.REMOVED)
+        return had, n
+
+    def missed(self, namespace: Namespace, applied_seq: int) -> Missed | None:
+        return namespace.log.missed(applied_seq)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings that the state needs (`config.MasterSettings` has them, with defaults and docs)."""
+
+    suspect_after_ms: int
+    dead_after_ms: int
+    rebuild_grace_ms: int
+    heartbeat_ms: int
+    watch_coalesce_ms: int
+    removal_log_max: int
+    gone_memory_keys: int
+
+
+def _check_same(existing: NamespaceSpec, wanted: NamespaceSpec) -> None:
+    """Raises LayoutMismatch naming everything that differs."""
+    differs = []
+    if existing.fingerprint != wanted.fingerprint:
+        before, after = existing.layout, wanted.layout
+        for name in before.__dataclass_fields__:
+            if getattr(before, name) != getattr(after, name):
+                differs.append(f"{name} is {getattr(before, name)!r}, not {getattr(after, name)!r}")
+    if existing.hash != wanted.hash:
+        differs.append(f"hash is {existing.hash.value!r}, not {wanted.hash.value!r}")
+    if existing.salt != wanted.salt:
+        differs.append("salt is another one")
+    if differs or existing.fingerprint != wanted.fingerprint:
+        raise LayoutMismatch(
+            f"namespace: {existing.name!r} exists with the layout fingerprint {existing.fingerprint.hex()}, yours is "
+            f"{wanted.fingerprint.hex()}: {'; '.join(differs)}"
+        )
