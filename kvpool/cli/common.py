@@ -122,10 +122,13 @@ def token_of(settings: Any) -> str:
     """The token that the settings name; "" without one."""
     if not settings.token_file:
         return str(settings.token)
-    words = Path(settings.token_file).read_text(encoding="utf-8").split()
-    if len(words) != 1:
-        raise ConfigError(f"token_file: {settings.token_file} must hold exactly one token and nothing else")
-    return words[0]
+    try:
+        token = Path(settings.token_file).read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        token = ""
+    if not token or not token.isprintable():
+        raise ConfigError(f"token_file: {settings.token_file} must hold one line of printable characters")
+    return token
 
 
 def raise_on_sigterm() -> None:

@@ -244,7 +244,7 @@ def words_of(status: int) -> str:
 def _reason(log_tail: str) -> str:
     """The role's own error line, or the last line that it wrote."""
     lines = log_tail.splitlines()
-    errors = [line.removeprefix("kvpool: error: ") for line in lines if line.startswith("kvpool: error: ")]
+    errors = [line.removeprefix("kvpool: error: ") for line in lines if line.startswith("kvpool")]
     return (errors or lines)[-1]
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.cli.common import JsonOption
-from kvpool.errors import KVPoolError
-
-PR_SET_PDEATHSIG = 1
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with a table for each role.")]
 Host = Annotated[str | None, typer.Option("--host", metavar="HOST", help="Address to bind [127.0.0.1].")]
@@ -35,13 +29,12 @@ def given(**flags: Any) -> dict[str, Any]:
     return {name: value for name, value in words.items() if value is not None and value is not False}
 
 
-def die_with_parent(parent_pid: int | None) -> None:
-    """The kernel kills this process when the one that started it dies, however that happens."""
-    if parent_pid is None:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise KVPoolError(f"--parent-pid: {parent_pid} is not the parent (any more)")
+def start_with(parent_pid: int | None) -> None:
+    """Tie this process to its parent's life, before anything heavy is loaded."""
+    if parent_pid is not None:
+        from kvpool.obs.process import die_with_parent
+
+        die_with_parent(parent_pid)
 
 
 def master(
@@ -60,9 +53,8 @@ def master(
 ) -> None:
     """Run one master until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
     del json  # the ready line is JSON either way
-    die_with_parent(parent_pid)
+    start_with(parent_pid)
     from kvpool import config as configuration
-    from kvpool.master import server
 
     flags = given(
         host=host,
@@ -75,7 +67,10 @@ def master(
         insecure=insecure,
         drain_timeout_ms=drain_timeout,
     )
-    raise typer.Exit(server.run(configuration.load("master", file=config, flags=flags)))
+    settings = configuration.load("master", file=config, flags=flags)
+    from kvpool.master import server
+
+    raise typer.Exit(server.run(settings, parent_pid=parent_pid))
 
 
 def worker(
@@ -96,9 +91,8 @@ def worker(
 ) -> None:
     """Run one worker until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
     del json  # the ready line is JSON either way
-    die_with_parent(parent_pid)
+    start_with(parent_pid)
     from kvpool import config as configuration
-    from kvpool.worker import server
 
     flags = given(
         master=master,
@@ -113,4 +107,7 @@ def worker(
         insecure=insecure,
         drain_timeout_ms=drain_timeout,
     )
-    raise typer.Exit(server.run(configuration.load("worker", file=config, flags=flags), parent_pid=parent_pid))
+    settings = configuration.load("worker", file=config, flags=flags)
+    from kvpool.worker import server
+
+    raise typer.Exit(server.run(settings, parent_pid=parent_pid))

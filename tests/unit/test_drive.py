@@ -126,7 +126,7 @@ def test_sizes_and_times_name_their_option() -> None:
     assert parse_size("1.5KiB", option="--dram") == 1536
     assert parse_time_ms("2s", option="--deadline") == 2000
     for text in ("", "x", "-5", "0", "5 apples"):
-        with pytest.raises(ConfigError, match="^--dram: "):
+        with pytest.raises(ConfigError, match=r"^--dram: "):
             parse_size(text, option="--dram")
     assert [format_bytes(n) for n in (512, 1536, 1 << 20, 3 << 40)] == ["512 B", "1.5 KiB", "1 MiB", "3.0 TiB"]
 
