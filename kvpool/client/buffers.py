@@ -47,6 +47,11 @@ def targets(out: Any, *, n_hashes: int, block_bytes: int, variable: bool, range_
     return views
 
 
+def flat_source(data: Any, name: str) -> memoryview:
+    """One buffer of bytes to be sent; a copy when it is not contiguous."""
+    return _flat(data, name, writable=False)
+
+
 def _views(value: Any, name: str, *, n_hashes: int, writable: bool) -> Sequence[memoryview]:
     if isinstance(value, list | tuple):
         _check_count(len(value), name, n_hashes)

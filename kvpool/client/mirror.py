@@ -1,7 +1,7 @@
 """The client's copy of the index, kept by the master's event stream (Watch) on one thread.
 
 Owns which peer has which block, as far as known here; peers themselves are in `peers`, lookups that the mirror cannot answer go
-to the master (`reading`). Catalog entries name holders of the mirror's own numbering, since the master's numbers end with its epoch:
+to the master (`reading`). Catalog entries name holders of the mirror's own numbering; the master's numbers end with its epoch:
 
     master's holder 7 of epoch 3 ──┐
                                    ├─▶ own holder 12 ─▶ peer 4 (worker w1, incarnation i)

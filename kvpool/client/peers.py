@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, attempt_ms
@@ -36,6 +37,17 @@ def miss_of(error: LinkError) -> MissCause:
     if error.cause in (LinkCause.TIMEOUT, LinkCause.BUSY, LinkCause.NOT_READY):
         return MissCause.TIMEOUT
     return MissCause.STALE_INDEX if error.cause is LinkCause.UNKNOWN_NAMESPACE else MissCause.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class _Nowhere:
+    """Address of a worker that is gone."""
+
+    worker_id: str
+    incarnation: int
+    host_id: str = ""
+    address: str = ""
+    unix_name: str = ""
 
 
 class Peer:
@@ -89,6 +101,18 @@ class Peers:
         if ended is not None:
             self._end(ended)
         return peer
+
+    def lost(self, worker_id: str, incarnation: int) -> Peer:
+        """A stand-in for an incarnation that nobody knows any more: it can be named and not be asked."""
+        with self._lock:
+            peer = self._by_name.get((worker_id, incarnation))
+            if peer is None:
+                self._numbers += 1
+                peer = Peer(self._numbers, _Nowhere(worker_id, incarnation), local=False)
+                peer.state = STATE_DOWN
+                self._by_name[worker_id, incarnation] = self._by_number[peer.number] = peer
+                self._forget_oldest()
+            return peer
 
     def _forget_oldest(self) -> None:
         if len(self._by_number) <= PEERS_MAX:

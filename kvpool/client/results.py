@@ -45,8 +45,9 @@ class GetResult:
     """What a get served. Buffers 0..n_blocks-1 hold verified bytes; what later buffers hold is undefined.
 
     `miss`: None when every asked block was served, else why block n_blocks was not; `miss_worker`: the worker behind that
-    cause, where one is ("": none). `sources` and `sizes` (bytes stored, or of the range): [n_blocks]. `complete`: False when the
-    master was away or rebuilding its index, so that a miss may be one of knowledge only.
+    cause, where one is ("": none); `reason`: the same in words, where there are some. `sources` and `sizes` (bytes stored, or of
+    the range): [n_blocks]. `complete`: False when the master was away or rebuilding its index, so that a miss may be one of
+    knowledge only.
     """
 
     n_blocks: int
@@ -55,6 +56,7 @@ class GetResult:
     sizes: list[int] = field(default_factory=list)
     complete: bool = True
     miss_worker: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """How a get reaches its blocks: the read plan, what is tried next after a failure, and the breaker of each worker.
 
 Pure: decides only. Who has what comes from the catalog (mirror or master), bytes move in `transport`, and `client.reading`
-carries the steps out: `Fetch.plan` says what to read where, the answers come back through `answered` and `failed`, until nothing is left.
+carries the steps out: `Fetch.plan` says what to read where, answers come back through `answered` and `failed`, until nothing
+is left.
 
     located   b0:{1,2} b1:{1,2} b2:{2} b3:{}     peers (the caller's numbers of workers) by block
     plan      peer 1: b0 b1    peer 2: b2         one read a peer; b3 is hopeless, so nothing past it is asked for
@@ -49,6 +50,13 @@ class Read:
     peer: int
     blocks: Sequence[int]
     alternatives: bool = False
+
+    def run(self) -> Read:
+        """Its first blocks up to a gap."""
+        n = 1
+        while n < len(self.blocks) and self.blocks[n] == self.blocks[0] + n:
+            n += 1
+        return Read(self.peer, range(self.blocks[0], self.blocks[0] + n), self.alternatives)
 
 
 @dataclass(slots=True)
