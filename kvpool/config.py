@@ -264,6 +264,8 @@ def load(role: str, *, file: Path | None = None, flags: Mapping[str, Any] | None
 
     Raises ConfigError with one sentence for each wrong value. Nothing is kept: two calls may differ. Any thread.
     """
+    if role not in Role.__members__.values():
+        raise ConfigError(f"role: {role!r} is none; roles are {', '.join(Role)}")
     role = Role(role)
     cls = ROLES[role]
     given: dict[str, _Given] = {}

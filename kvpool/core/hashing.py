@@ -168,6 +168,7 @@ def hash_tokens(
     changes all later blocks too. A range that began in an earlier call has a negative start. None, b"" and [] are the same;
     the order of ranges does not count. Raises InvalidArgument naming the argument. Any thread.
     """
+    kind = HashKind(kind)  # text of it, too: comparing by `is` below must never take one kind for another
     if kind is HashKind.EXTERNAL:
         raise InvalidArgument("hash: this namespace takes external hashes (hash='external'); it does not hash tokens")
     if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:

@@ -208,8 +208,15 @@ def test_misspelt_flags() -> None:
 
 
 def test_unknown_role() -> None:
-    with pytest.raises(ValueError, match="wurker"):
-        load("wurker")
+    for role in ("wurker", "Worker", ""):
+        with pytest.raises(ConfigError, match=r"role: .* master, worker, client, up"):
+            load(role)
+
+
+def test_settings_built_directly_refuse_unknown_names() -> None:
+    for cls in config.ROLES.values():
+        with pytest.raises(ValueError, match="bogus"):
+            cls(bogus=1)
 
 
 # --- wrong values ---------------------------------------------------------------------------------------------------------
