@@ -4,6 +4,7 @@ nobody's answer is taken for another's."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -55,6 +56,10 @@ def read_answer(codes: list[int], keys: list[bytes], *, bad: int = -1) -> tuple[
     if bad >= 0:
         payload[bad] = bytes(SIZE)
     return ReadAnswer(entries, sums).encode(), b"".join(payload)
+
+
+def good_answer() -> tuple[bytes, bytes]:
+    return read_answer([0], batch(1).split())
 
 
 def serve(codes_of, **how):
@@ -184,7 +189,7 @@ def test_half_an_answer_costs_the_deadline_and_keeps_what_was_checked(closing):
     "spoil",
     [
         lambda peer, sock, header: sock.sendall(b"GARBAGE!" * 20),
-        lambda peer, sock, header: peer.answer(sock, header, request_id=header.request_id + 1),
+        lambda peer, sock, header: peer.answer(sock, header, *good_answer(), request_id=header.request_id + 1),
         lambda peer, sock, header: peer.answer(sock, Header(Op.PING, request_id=header.request_id)),
         lambda peer, sock, header: peer.answer(sock, header, b"short"),
         lambda peer, sock, header: peer.answer(sock, header, *read_answer([0, 0], [b"x" * 34] * 2)),
@@ -334,6 +339,36 @@ def test_lanes_share_a_bulk_read(closing):
         assert got.n_leading == n
         assert sorted(seen) == [8, 8]
         assert all(bytes(out) == bytes([i + 1]) * sizes for i, out in enumerate(outs))
+
+
+class Interrupt(Exception):
+    pass
+
+
+def test_an_interrupted_call_gives_up_its_connection(closing):
+    """Ctrl-C, or a signal handler that raises: the answer that comes later is not the next call's."""
+
+    def script(peer: FramePeer, sock: socket.socket, header: Header, meta: bytes, payload: bytes) -> None:
+        if peer.n_connections == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            peer.released.wait(10)
+        peer.answer(sock, header, *good_answer())
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with FramePeer(script) as peer:
+            link = closing(link_to(peer))
+            link.connect(deadline=soon())
+            with pytest.raises(Interrupt):
+                read(link, 1)
+            peer.released.set()
+            assert read(link, 1).n_leading == 1
+            assert peer.n_connections == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_after_a_fork_the_child_is_refused(closing):

@@ -31,6 +31,7 @@ from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers,
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, Strided
 from kvpool.transport.shm import ShmLink
 from tests.support.frame_peer import FramePeer
+from tests.support.waiting import pause
 
 UID = NamespaceUid(b"s" * 16)
 SIZE = 4096
@@ -63,7 +64,7 @@ class Memory:
         self.slot_of = lambda i: i
         self.claimed = 0  # the generation that answers say; the words are 0
         self.spoilt_sum = 0
-        self.ring_refused = False
+        self.ring_refused = self.slow = False
         self.released: list[int] = []
         self.puts: dict[int, bytearray] = {}
         self.ops: list[Op] = []
@@ -117,6 +118,8 @@ class Memory:
         peer.answer(sock, header, CodesAnswer(bytes(codes), number=5).encode())
 
     def on_fill(self, peer, sock, header, meta, payload):
+        if self.slow:
+            pause(0.02)  # the link runs ahead as far as it dares
         request = FillRequest.decode(meta)
         at = request.ring_offset
         data = self.ring[:] if header.flags & Flag.RING else payload
@@ -234,7 +237,7 @@ def test_an_arena_shorter_than_it_says_is_not_mapped(memory, link):
 
 
 def blocks_of(sizes):
-    return [memoryview((bytes([i + 1, i + 7]) * size)[:size]) for i, size in enumerate(sizes)]
+    return [memoryview(np.random.default_rng(i).bytes(size)) for i, size in enumerate(sizes)]
 
 
 def put(link, sizes):
@@ -257,6 +260,12 @@ def test_a_large_put_goes_through_the_ring_in_parts(memory, link):
     assert memory.ops.count(Op.FILL) >= 9
     assert memory.ops[-1] is Op.COMMIT
     assert link.counters.written_blocks == 5
+
+
+def test_a_part_of_the_ring_is_not_written_again_before_the_worker_has_it(memory, link):
+    memory.slow = True
+    _, blocks = put(link, [1_500_000, 50, 1_500_000])
+    assert all(bytes(memory.puts[i]) == bytes(blocks[i]) for i in (0, 2))
 
 
 def test_without_a_ring_the_bytes_go_over_the_socket(memory, link):
