@@ -136,6 +136,28 @@ def test_a_wrong_byte_is_a_miss(closing):
         assert link.counters.corrupt_blocks == 1
 
 
+@pytest.mark.parametrize("length", [0, (3 << 20) - 5], ids=["whole", "range"])
+@pytest.mark.parametrize("flipped", [None, 0, 1_600_000, (3 << 20) - 7])
+def test_large_blocks_are_checked_to_the_last_byte(closing, length, flipped):
+    size, chunk = (3 << 20), 1 << 18
+    data = np.random.default_rng(1).bytes(size)
+
+    def script(peer: FramePeer, sock: socket.socket, header: Header, meta: bytes, payload: bytes) -> None:
+        entries = np.zeros(1, dtype=READ_ENTRY)
+        entries["size"], sent = size, bytearray(data[:length] if length else data)
+        sums = [xxhash.xxh3_64_intdigest(sent)] if length else [xxhash.xxh3_64_intdigest(c) for c in np.split(np.array(sent), 12)]
+        entries["n_sums"] = len(sums)
+        if flipped is not None:
+            sent[flipped] ^= 1
+        peer.answer(sock, header, ReadAnswer(entries, np.array(sums, dtype=np.uint64)).encode(), bytes(sent))
+
+    with FramePeer(script) as peer:
+        outs = buffers(1, length or size)
+        got = closing(link_to(peer)).read(batch(1), outs, chunk_bytes=chunk, deadline=soon(), byte_range=(0, length))
+    assert got.codes[0] == (0 if flipped is None else miss_code(MissCause.CORRUPT))
+    assert flipped is not None or bytes(outs[0]) == data[: length or size]
+
+
 def test_a_buffer_that_is_too_small_is_refused_and_untouched(closing):
     with FramePeer(serve(lambda n: [0] * n)) as peer:
         outs = [*buffers(1), memoryview(bytearray(SIZE - 1)), *buffers(1, SIZE + 5)]
