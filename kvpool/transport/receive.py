@@ -118,12 +118,10 @@ def take_entries(connection: Connection, state: ReadState, answer: ReadAnswer, a
 
 
 def usable(state: ReadState, index: int, size: int) -> bool:
-    """Whether the block's bytes fit the caller's buffer; notes REJECTED when they do not."""
+    """Whether the block has the byte range and the caller's buffer the room; notes REJECTED when not."""
     out = state.outs[index]
-    if (state.offset + state.length > size) if state.length else (out is not None and out.nbytes < size):
-        state.codes[index] = BlockCode.REJECTED
-        return False
-    if out is not None and out.nbytes < (state.length or size):
+    past_end = bool(state.length) and state.offset + state.length > size
+    if past_end or (out is not None and out.nbytes < (state.length or size)):
         state.codes[index] = BlockCode.REJECTED
         return False
     return True
