@@ -1,0 +1,280 @@
+"""Which block leaves a tier next. The seam (`EvictionPolicy`) and its first policy, `Lru` with chains tail first.
+
+Owns: the order. Does not own: whether a block may leave (pins, holds, copies below): the caller asks for victims and parks
+those that must stay. One policy instance a tier; a group is what can replace each other slot for slot (one arena, one size).
+
+Recency is (tick, rank): the tick is one batch's time, the rank a block's depth in its chain, so within one batch the deepest
+block goes first and a prefix gets no hole. A batch that goes on where a recent one ended may use that one's tick: however a
+chain was cut into batches, its order is the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from kvpool.core.types import NamespaceUid
+
+RANK_BITS: Final = 24
+RANK_MAX: Final = (1 << RANK_BITS) - 1
+BUCKET_ENTRIES_MIN: Final = 64  # batches are put together until a bucket has this many: bounds the cost of single blocks
+BUCKETS_BACK_MAX: Final = 8  # how far back the bucket of an older tick is looked for
+
+GroupKey = tuple[NamespaceUid, int]  # arena, slot_bytes
+
+NOT_PARKED: Final = 1  # order values are <= 0 for every tick >= 1
+
+
+class Entry:
+    """What a policy orders: a block's copy in one tier. Fields belong to the policy, `group` is set before `add`."""
+
+    __slots__ = ("bucket", "group", "parked")
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.bucket: Bucket | None = None
+        self.parked = NOT_PARKED
+
+
+class Bucket:
+    """Entries of some neighbouring ticks. Values: rank - (tick << RANK_BITS), the greatest goes first."""
+
+    __slots__ = ("entries", "first", "last", "order")
+
+    def __init__(self, tick: int) -> None:
+        self.first = self.last = tick
+        self.entries: dict[Entry, int] = {}
+        self.order: list[Entry] | None = None  # sorted when first asked, the coldest last; may name entries that left
+
+
+_NOWHERE: Final = Bucket(0)
+
+
+class Group:
+    """Entries that can replace each other, coldest bucket first."""
+
+    __slots__ = ("buckets", "key", "n_parked")
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        self.buckets: OrderedDict[int, Bucket] = OrderedDict()
+        self.n_parked = 0
+
+
+class EvictionPolicy(Protocol):
+    """Order of eviction in one tier. All calls under the owner's lock, each O(entries named)."""
+
+    def group(self, key: GroupKey) -> Group:
+        """The group of this key, made when it is new."""
+        ...
+
+    def groups(self) -> Sequence[Group]:
+        """All groups that were made and not dropped."""
+        ...
+
+    def drop_group(self, key: GroupKey) -> None:
+        """Forgets an empty group."""
+        ...
+
+    def add(self, entries: Sequence[Entry], tick: int, ranks: Sequence[int]) -> None:
+        """New entries in chain order, each with its rank."""
+        ...
+
+    def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
+        """Used again, in chain order (None: a gap); entry i has rank `rank + i`. Entries that are not here are skipped. Never
+        makes an entry colder."""
+        ...
+
+    def remove(self, entry: Entry) -> None:
+        """Gone; nothing happens when it is not here."""
+        ...
+
+    def victim(self, group: Group) -> Entry | None:
+        """The entry of this group that should leave next. It stays until removed, parked or touched."""
+        ...
+
+    def coldest(self, group: Group, n: int) -> list[Entry]:
+        """Up to n entries, next victim first."""
+        ...
+
+    def tick_of(self, entry: Entry) -> int:
+        """When it was last used, 0: not here."""
+        ...
+
+    def park(self, entry: Entry) -> None:
+        """May not leave now: it is no victim any more until `unpark` (same place as before) or `touch`."""
+        ...
+
+    def unpark(self, entry: Entry) -> None:
+        """May leave again; nothing happens when it is not parked."""
+        ...
+
+
+class Lru:
+    """Least recently used first; within one tick the deepest first. Equal to `lru()` of the offline study where every batch is a
+    whole chain. Parked entries cost nothing while they are parked, so a long-held cold block is looked at once."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupKey, Group] = {}
+
+    def group(self, key: GroupKey) -> Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(key)
+        return group
+
+    def groups(self) -> Sequence[Group]:
+        return list(self._groups.values())
+
+    def drop_group(self, key: GroupKey) -> None:
+        group = self._groups.get(key)
+        if group is not None and not group.buckets and not group.n_parked:
+            del self._groups[key]
+
+    def add(self, entries: Sequence[Entry], tick: int, ranks: Sequence[int]) -> None:
+        group: Group | None = None
+        bucket = _NOWHERE
+        base = tick << RANK_BITS
+        for i in range(len(entries) - 1, -1, -1):
+            entry, rank = entries[i], ranks[i]
+            if entry.group is not group:
+                group = entry.group
+                bucket = self._bucket(group, tick)
+                bucket.order = None
+            entry.bucket = bucket
+            bucket.entries[entry] = (rank if rank < RANK_MAX else RANK_MAX) - base
+
+    def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
+        group: Group | None = None
+        bucket = _NOWHERE
+        values = bucket.entries
+        base = rank - (tick << RANK_BITS)
+        for i in range(len(entries) - 1, -1, -1):
+            entry = entries[i]
+            if entry is None:
+                continue
+            old = entry.bucket
+            if old is None:
+                if entry.parked == NOT_PARKED:
+                    continue
+                entry.parked = NOT_PARKED
+                entry.group.n_parked -= 1
+            if entry.group is not group:
+                if group is not None and not bucket.entries:
+                    del group.buckets[bucket.first]
+                group = entry.group
+                bucket = self._bucket(group, tick)
+                bucket.order = None
+                values = bucket.entries
+            value = base + i if rank + i < RANK_MAX else RANK_MAX - (tick << RANK_BITS)
+            if old is not bucket:
+                if old is not None:
+                    if old.entries[entry] <= value:
+                        continue
+                    del old.entries[entry]
+                    if not old.entries:
+                        del group.buckets[old.first]
+                entry.bucket = bucket
+                values[entry] = value
+            elif values[entry] > value:
+                values[entry] = value
+        if group is not None and not bucket.entries:
+            del group.buckets[bucket.first]
+
+    def remove(self, entry: Entry) -> None:
+        bucket = entry.bucket
+        if bucket is not None:
+            entry.bucket = None
+            del bucket.entries[entry]
+            if not bucket.entries:
+                del entry.group.buckets[bucket.first]
+        elif entry.parked != NOT_PARKED:
+            entry.parked = NOT_PARKED
+            entry.group.n_parked -= 1
+
+    def victim(self, group: Group) -> Entry | None:
+        for bucket in group.buckets.values():
+            return self._order(bucket)[-1]
+        return None
+
+    def coldest(self, group: Group, n: int) -> list[Entry]:
+        found: list[Entry] = []
+        for bucket in group.buckets.values():
+            order = self._order(bucket)
+            found += [entry for entry in reversed(order) if entry.bucket is bucket][: n - len(found)]
+            if len(found) >= n:
+                break
+        return found
+
+    def tick_of(self, entry: Entry) -> int:
+        if entry.bucket is not None:
+            return -(entry.bucket.entries[entry] >> RANK_BITS)
+        return 0 if entry.parked == NOT_PARKED else -(entry.parked >> RANK_BITS)
+
+    def park(self, entry: Entry) -> None:
+        bucket = entry.bucket
+        if bucket is not None:
+            value = bucket.entries[entry]
+            self.remove(entry)
+            entry.parked = value
+            entry.group.n_parked += 1
+
+    def unpark(self, entry: Entry) -> None:
+        value = entry.parked
+        if value == NOT_PARKED:
+            return
+        entry.parked = NOT_PARKED
+        group = entry.group
+        group.n_parked -= 1
+        tick = -(value >> RANK_BITS)
+        bucket: Bucket | None = None
+        for ahead, later in enumerate(group.buckets.values()):  # at the cold end: it was the coldest when it was parked
+            if bucket is not None and (later.first > tick or ahead > BUCKETS_BACK_MAX):
+                break
+            bucket = later
+        if bucket is None or (bucket.first > tick and len(bucket.entries) >= BUCKET_ENTRIES_MIN):
+            group.buckets[tick] = bucket = Bucket(tick)
+            group.buckets.move_to_end(tick, last=False)
+        bucket.order = None
+        bucket.entries[entry] = value
+        entry.bucket = bucket
+
+    def check(self) -> None:
+        """Asserts the invariants. O(entries)."""
+        for group in self._groups.values():
+            firsts = list(group.buckets)
+            assert firsts == sorted(firsts), "buckets out of order"
+            for first, bucket in group.buckets.items():
+                assert bucket.first == first and bucket.entries
+                assert all(e.bucket is bucket and e.group is group and e.parked == NOT_PARKED for e in bucket.entries)
+
+    @staticmethod
+    def _order(bucket: Bucket) -> list[Entry]:
+        """The bucket's entries, the coldest last; the last one is there."""
+        order, entries = bucket.order, bucket.entries
+        if order is not None:
+            while order and order[-1].bucket is not bucket:
+                order.pop()
+        if not order:
+            order = bucket.order = sorted(entries, key=entries.__getitem__)
+        return order
+
+    @staticmethod
+    def _bucket(group: Group, tick: int) -> Bucket:
+        """Where entries of this tick belong."""
+        newest = None
+        for back, bucket in enumerate(reversed(group.buckets.values())):
+            if bucket.first <= tick:
+                if newest is None and tick > bucket.last:
+                    if len(bucket.entries) >= BUCKET_ENTRIES_MIN:
+                        break
+                    bucket.last = tick
+                return bucket
+            newest = newest or bucket
+            if back == BUCKETS_BACK_MAX:
+                return bucket
+        if newest is not None:  # older than all there is
+            return bucket
+        group.buckets[tick] = bucket = Bucket(tick)
+        return bucket

@@ -1,0 +1,153 @@
+"""Making room in one tier: whose slots are given up for a put, a demotion or a promotion.
+
+Owns: the search for victims, in the same size class or by emptying a whole extent of another. Does not own: the order
+(`policy.eviction`), what eviction of a block means (`copies`).
+
+Within a class: coldest first, slot for slot. Across classes bytes change hands an extent at a time; that is done when the asking
+class has nothing to give up, or its coldest is much younger than the other's (memcached's slab rebalancing by tail age).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
+from kvpool.core.slots import SlabAllocator, Slot
+
+DONORS_MAX: Final = 8  # other classes looked at, in turn, when the asking one could help itself
+EXTENTS_MAX: Final = 64  # looked at in one call before giving up
+COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
+COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
+TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
+ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
+
+
+class Leave(Enum):
+    """Whether an entry may leave its tier now."""
+
+    YES = 1
+    BUSY = 2  # pinned, held or reserved
+    DIRTY = 3  # must be written down first
+
+
+class Room:
+    """Evicts from one tier. `may_leave`, `evict` and `slot_of` are the owner's; `evict` frees the entry's slot at once."""
+
+    def __init__(self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry], Leave],
+                 evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot]) -> None:  # fmt: skip
+        self._slots, self._policy = slots, policy
+        self._may_leave, self._evict, self._park, self._slot_of = may_leave, evict, park, slot_of
+        self._turn = 0
+        self._emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
+
+    def make(self, group: Group, need: int, *, now: int, spare_tick: int) -> tuple[int, list[Entry]]:
+        """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
+
+        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone. Evicted may be
+        more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was evicted."""
+        donor = self._older_donor(group, now)
+        looks = [EXTENTS_MAX]
+        dirty: list[Entry] = []
+        if donor is not None:
+            evicted = self._empty_extent(donor, dirty, spare_tick, looks)
+            if evicted:
+                return evicted, []
+            dirty.clear()  # (its own class will do)
+        evicted, dirty = self._evict_own(group, need, spare_tick)
+        if not evicted and not dirty:
+            others = [other for other in self._policy.groups() if other is not group]
+            for other in sorted(others, key=lambda g: self._tail_tick(g, now)):
+                evicted = self._empty_extent(other, dirty, spare_tick, looks)
+                if evicted or dirty or not looks[0]:
+                    break
+        return evicted, dirty
+
+    def _evict_own(self, group: Group, need: int, spare_tick: int) -> tuple[int, list[Entry]]:
+        policy = self._policy
+        aside: list[Entry] = []
+        own: list[Entry] = []
+        evicted = 0
+        while evicted < need:
+            entry = policy.victim(group)
+            if entry is None:
+                break
+            if policy.tick_of(entry) == spare_tick:
+                policy.park(entry)
+                own.append(entry)
+                continue
+            leave = self._may_leave(entry)
+            if leave is Leave.YES:
+                self._evict(entry)
+                evicted += 1
+            elif leave is Leave.BUSY:
+                self._park(entry)
+            else:
+                policy.park(entry)
+                aside.append(entry)
+                if len(aside) >= max(ASIDE_MIN, need - evicted):
+                    break
+        for entry in reversed(own):
+            policy.unpark(entry)
+        for entry in reversed(aside):
+            policy.unpark(entry)
+        return evicted, aside
+
+    def _tail_tick(self, group: Group, now: int) -> int:
+        victim = self._policy.victim(group)
+        return now + 1 if victim is None else self._policy.tick_of(victim)
+
+    def _older_donor(self, group: Group, now: int) -> Group | None:
+        """A class whose coldest entry is much older than this one's coldest. (None also when this one has nothing: then `make`
+        looks at all others.)"""
+        groups = self._policy.groups()
+        own_age = now - self._tail_tick(group, now)
+        if len(groups) < 2 or own_age < 0:
+            return None
+        best, best_age = None, max(1, own_age) * TAIL_AGE_RATIO
+        for step in range(min(DONORS_MAX, len(groups))):
+            other = groups[(self._turn + step) % len(groups)]
+            age = now - self._tail_tick(other, now)
+            if other is not group and age > best_age:
+                best, best_age = other, age
+        self._turn += DONORS_MAX
+        return best
+
+    def _empty_extent(self, donor: Group, dirty: list[Entry], spare_tick: int, looks: list[int]) -> int:
+        """Evicts every block of one extent of the donor: the one with most of its coldest blocks, else any that has no busy one.
+        -> how many; 0: none could be emptied; `dirty` then has what to write down so that one can. `looks[0]` counts down."""
+        arena, slot_bytes = donor.key
+        extents = {extent.number: extent for extent in self._slots.extents_of(arena, slot_bytes)}
+        tally = Counter(self._slots.extent_of(self._slot_of(entry)).number for entry in self._policy.coldest(donor, COLDEST_MAX))
+        first = [self._emptying, *(number for number, _ in tally.most_common(COLD_EXTENTS_MAX))]
+        rest = list(extents)
+        at = self._turn % max(1, len(rest))
+        for number in [*first, *rest[at:], *rest[:at]]:
+            extent = extents.pop(number, None)
+            if extent is None:
+                continue
+            if not looks[0]:
+                break
+            looks[0] -= 1
+            owners: list[Entry] = [owner for owner in extent.owners if owner is not None]
+            unclean = []
+            for owner in owners:
+                leave = self._may_leave(owner)
+                if leave is Leave.BUSY or self._policy.tick_of(owner) == spare_tick:
+                    break
+                if leave is Leave.DIRTY:
+                    unclean.append(owner)
+            else:
+                if unclean:
+                    dirty += unclean
+                    self._emptying = number
+                    return 0
+                for owner in owners:
+                    self._evict(owner)
+                if number == self._emptying:
+                    self._emptying = 0
+                return len(owners)
+        self._turn += 1
+        return 0
