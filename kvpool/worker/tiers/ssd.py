@@ -298,7 +298,7 @@ class SsdTier:
                     extent.erase(indexes)
 
     def sync(self) -> None:
-        """Brings all erased and written records to the device: before a removal is noted as applied for good. Raises
+        """Brings all erased records to the device: before a removal is noted as applied for good. Raises
         TierError."""
         with self._io("sync_errors"):
             try:

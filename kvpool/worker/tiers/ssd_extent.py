@@ -70,6 +70,7 @@ class SsdExtent:
         self._used = bytearray(header.geometry.n_slots)  # a byte a slot: the file may have a record for it
         self._changing = threading.Lock()  # an erase must not come between payload and record
         self._deleted = False
+        self._erased_unsynced = False
 
     @property
     def name(self) -> str:
@@ -195,13 +196,20 @@ class SsdExtent:
                     raise tier_error(error, f"erasing in {self.name}") from error
 
     def sync(self) -> None:
-        """Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(self.name, os.O_RDONLY | OPEN_FLAGS, dir_fd=self._disk.dir_fd)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+        """Brings what was erased to the device; does nothing when nothing was. Raises OSError."""
+        if not self._erased_unsynced:
+            return
+        self._erased_unsynced = False
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(self.name, os.O_RDONLY | OPEN_FLAGS, dir_fd=self._disk.dir_fd)
+                try:
+                    os.fdatasync(fd)
+                finally:
+                    os.close(fd)
+        except OSError:
+            self._erased_unsynced = True
+            raise
 
     # -- below ---------------------------------------------------------------------------------------------------------
 
@@ -234,6 +242,7 @@ class SsdExtent:
         used = [(index, NO_RECORD) for index in indexes if self._used[index] == _USED]
         for index, raw in _joined(used):
             write_all(fd, [raw], self.geometry.record_offset(index))
+            self._erased_unsynced = True
         for index, _ in used:
             self._used[index] = _FREE
 
