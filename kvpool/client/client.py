@@ -94,7 +94,7 @@ class Client:
                 namespace = self._namespaces[spec.uid] = Namespace(self._context, self._keeper, spec, layout)
         if self._context.mirror is not None:
             self._context.mirror.follow(spec.uid)
-            self._context.mirror.wait_synced(spec.uid, deadline=deadline)
+            self._context.mirror.index.wait_synced(spec.uid, deadline=deadline)
         return namespace
 
     def describe(self, *, deadline_ms: float | None = None) -> dict[str, Any]:

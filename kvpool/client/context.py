@@ -89,7 +89,7 @@ class Context:
 
     def known(self, uid: NamespaceUid, keys: Sequence[bytes]) -> list[Candidates] | None:
         """What the mirror knows; None when it does not answer for this namespace."""
-        return None if self.mirror is None else self.mirror.locate(uid, keys)
+        return None if self.mirror is None else self.mirror.index.locate(uid, keys)
 
     # --- several workers at once ----------------------------------------------------------------------------------------
 

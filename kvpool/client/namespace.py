@@ -121,7 +121,7 @@ class Namespace:
         mirror, n = self._context.mirror, len(hashes)
         for shard in shards:
             keys = hashes[:n].key_batch(self._spec.uid, shard=shard).split()
-            found = None if mirror is None else mirror.match(self._spec.uid, keys)
+            found = None if mirror is None else mirror.index.match(self._spec.uid, keys)
             if found is None:
                 return None
             n = found
@@ -135,9 +135,10 @@ class Namespace:
         while True:
             mirror = self._context.mirror
             if mirror is not None:
-                n = mirror.wait_match(self._spec.uid, keys, deadline=deadline)
+                n = mirror.index.wait_match(self._spec.uid, keys, deadline=deadline)
                 if n is not None:
                     return n
+                self._context.check()
             found = self._match_master(hashes, [shard], deadline)
             left = deadline - time.monotonic()
             if found == len(hashes) or left <= 0:
@@ -245,7 +246,7 @@ class Namespace:
 
         for number, part, had in self._at_holders(batch, drop, deadline):
             if self._context.mirror is not None and not isinstance(had, LinkError):
-                self._context.mirror.stale(self._spec.uid, number, part.keys)
+                self._context.mirror.index.stale(self._spec.uid, number, part.keys)
         return result
 
     # --- promises -------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ class Namespace:
             request = pb.RemoveRequest(namespace=self._spec.uid, keys=part.keys)
             reply = self._context.master.call("Remove", request, deadline=deadline)
             if self._context.mirror is not None:
-                self._context.mirror.forget(self._spec.uid, part.split())
+                self._context.mirror.index.forget(self._spec.uid, part.split())
             outcomes += [_REMOVED[code] for code in reply.outcomes]
             pending.update(dict.fromkeys(reply.pending_workers))
         return RemoveResult(outcomes, list(pending))

@@ -128,7 +128,7 @@ class Getter:
                 self.failure = str(answer.error)
             stale = self.fetch.answered(read, answer.codes, answer.tiers, answer.sizes)
             if stale and self.context.mirror is not None:
-                self.context.mirror.stale(self.spec.uid, read.peer, pick(self.batch, stale).keys)
+                self.context.mirror.index.stale(self.spec.uid, read.peer, pick(self.batch, stale).keys)
 
     def _read_one(self, read: Read) -> ReadResult | LinkError:
         peers = self.context.peers

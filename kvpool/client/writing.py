@@ -136,7 +136,7 @@ class Putter:
                 else:
                     gone.append(index)
             if gone and self.context.mirror is not None:
-                self.context.mirror.stale(self.spec.uid, peer, pick(self.batch, gone).keys)
+                self.context.mirror.index.stale(self.spec.uid, peer, pick(self.batch, gone).keys)
 
     def _touch(self, number: int, indices: Sequence[int]) -> Touched | LinkError:
         batch = pick(self.batch, indices)
@@ -213,7 +213,7 @@ class Putter:
             return
         there = [index for index, code in zip(indices, codes, strict=True) if self.states[index].coded(target, code, name)]
         if there and self.context.mirror is not None:
-            self.context.mirror.wrote(self.spec.uid, target, pick(self.batch, there).keys)
+            self.context.mirror.index.wrote(self.spec.uid, target, pick(self.batch, there).keys)
 
     def _check_namespace(self, missing: Sequence[int]) -> None:
         """A namespace that no worker knows may have been deleted: then the caller is told so."""
@@ -234,7 +234,7 @@ def settle(context: Context, spec: NamespaceSpec, batch: KeyBatch, answers: Sequ
         name = context.peers.worker_id(peer)
         there = [key for key, state, code in zip(keys, states, codes, strict=True) if state.coded(peer, code, name)]
         if there and context.mirror is not None:
-            context.mirror.wrote(spec.uid, peer, b"".join(there))
+            context.mirror.index.wrote(spec.uid, peer, b"".join(there))
     full = any("no room" in reason for reason in refusals)
     for state in states:
         if not state.on and not state.reason:
