@@ -75,13 +75,19 @@ class WorkerCollector(Collector):
     def _blocks(self) -> Iterator[Metric]:
         with self.node.lock:
             counters = dict(self.node.table.counters)
+            gauges = self.node.table.gauges()
             misses = self.node.table.misses()
             pending = self.node.reporter.n_pending
-        yield _counters("kvpool_block_events", "What became of blocks", {k: v for k, v in counters.items() if isinstance(v, int)})
+        yield _counters("kvpool_block_events", "What became of blocks", counters)
+        present = GaugeMetricFamily("kvpool_blocks_now", "Present values of the block table", labels=["what"])
+        for what, n in gauges.items():
+            present.add_metric([what], n)
+        yield present
         names = {spec.uid: spec.name for spec in self.node.specs()}
-        family = CounterMetricFamily("kvpool_misses", "Blocks asked for and not served", labels=["namespace", "tier", "cause"])
-        for uid, tier, cause, n in misses:
-            family.add_metric([names.get(uid, "deleted"), tier, cause.value], n)
+        family = CounterMetricFamily("kvpool_misses", "Blocks asked for and not served", labels=["namespace", "cause"])
+        for uid, causes in misses.items():
+            for cause, n in causes.items():
+                family.add_metric([names.get(uid, "deleted"), cause.value], n)
         yield family
         gauge = GaugeMetricFamily("kvpool_reports_pending", "Changed blocks that the master has not been told of")
         gauge.add_metric([], pending)

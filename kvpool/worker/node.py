@@ -22,18 +22,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvpool.core.frames import Status
-from kvpool.core.keys import KeyBatch
+from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.session import Reporter
 from kvpool.core.types import Incarnation, MissCause, NamespaceUid
 from kvpool.v1 import master_pb2 as pb
 from kvpool.worker.listed import Listed
+from kvpool.worker.tiers.base import TierError, Trouble
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block, BlockTable
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.mover import Mover
     from kvpool.worker.state import WorkerState
-    from kvpool.worker.tiers.base import TierError
     from kvpool.worker.tiers.dram import DramTier
     from kvpool.worker.tiers.ssd import SsdTier
     from kvpool.worker.tiers.staging import StagingPool
@@ -66,6 +66,8 @@ class Node:
         self.staging = staging
         self.state = state
         self.listed = Listed()
+        self._seen_extent_bytes = 0
+        self._dirty_bytes_max = int(table.limits.low_watermark * table.dram.capacity_bytes)
         self.loading: dict[Block, threading.Event] = {}  # SSD reads under way, under the lock
         self.io_threads = io_threads
         self.mover: Mover | None = None
@@ -109,11 +111,18 @@ class Node:
 
     def after_decision(self) -> None:
         """At the end of every hold of the lock that may have changed something: wakes who has to carry it out."""
-        if self.table.has_actions and self.mover is not None:
-            self.mover.kick()
+        dram = self.table.dram
+        if dram.extent_bytes_total != self._seen_extent_bytes or self.table.dirty_bytes > self._dirty_bytes_max:
+            self._seen_extent_bytes = dram.extent_bytes_total
+            self.kick_mover()
         if self.reporter.n_pending:
             for call in self._record_calls:
                 call()
+
+    def kick_mover(self) -> None:
+        """It has something to do. With or without the lock."""
+        if self.mover is not None:
+            self.mover.kick()
 
     def on_record(self, call: Callable[[], None]) -> None:
         """`call` when there is something to report; under the lock, must not block."""
@@ -124,7 +133,7 @@ class Node:
         self._drop_calls.append(call)
 
     def wait_for_room(self, who: Hashable, call: Callable[[], None]) -> None:
-        """Under the lock: `call` once when slots may have become free, or never."""
+        """Under the lock: `call` once when slots may have become free, or never; under the lock too, it must not block."""
         self._waiting_for_room[who] = call
 
     def forget_waiting(self, who: Hashable) -> None:
@@ -133,9 +142,26 @@ class Node:
     def room_made(self) -> None:
         """By the mover, without the lock."""
         with self.lock:
-            waiting, self._waiting_for_room = self._waiting_for_room, {}
+            self._room_freed()
+
+    def _room_freed(self) -> None:
+        waiting, self._waiting_for_room = self._waiting_for_room, {}
         for call in waiting.values():
             call()
+
+    def unpin(self, blocks: list[Block]) -> None:
+        """Ends transfers of pinned blocks. Without the lock."""
+        with self.lock:
+            self.table.unpin(blocks)
+            self._room_freed()
+            self.after_decision()
+
+    def abort(self, blocks: list[Block]) -> None:
+        """Gives reserved blocks back. Without the lock."""
+        with self.lock:
+            self.table.abort(blocks)
+            self._room_freed()
+            self.after_decision()
 
     def on_ack(self, seq: int) -> None:
         """The master has all reports up to `seq`."""
@@ -180,15 +206,10 @@ class Node:
         uid = spec.uid
         if uid not in self._specs:
             self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=True)
-        had_any = False
-        with self.lock:
-            if drop_all:
-                had_any = bool(self.table.remove_all(uid)) or had_any
-            for keys in missed:
-                had_any = any(self.table.remove(KeyBatch(uid, keys, chained=False), cause=MissCause.REMOVED)) or had_any
-            self.after_decision()
-        if drop_all or missed:
-            self._settle()
+        for keys in (None,) if drop_all else ():
+            self._remove_for_good(uid, keys)
+        for keys in missed:
+            self._remove_for_good(uid, keys)
         known = self._specs.get(uid)
         noted = self.state.applied_seq(uid)
         if noted is None or known is None or replace(known, removal_seq=0) != replace(spec, removal_seq=0):
@@ -202,17 +223,9 @@ class Node:
 
     def remove(self, uid: NamespaceUid, keys: bytes | None, *, removal_seq: int) -> tuple[bytes, int]:
         """Removes these keys (None: all) for good. -> (1 had it, per key; blocks removed). Raises TierError: not for good."""
-        codes, n_removed = b"", 0
         if uid not in self._specs:
             return bytes(len(KeyBatch(uid, keys or b"", chained=False))), 0
-        with self.lock:
-            if keys is None:
-                n_removed = self.table.remove_all(uid)
-            else:
-                codes = bytes(self.table.remove(KeyBatch(uid, keys, chained=False), cause=MissCause.REMOVED))
-                n_removed = sum(codes)
-            self.after_decision()
-        self._settle()
+        codes, n_removed = self._remove_for_good(uid, keys)
         applied = self._applied.get(uid, 0)
         if removal_seq == applied + 1:  # one that follows a removal that failed is not noted: the master tells us again
             self.state.set_applied_seq(uid, removal_seq)
@@ -228,14 +241,59 @@ class Node:
             self._blocked.discard(uid)
             self._applied.pop(uid, None)
             self.table.close_namespace(uid)
+            self._room_freed()
             self.after_decision()
-        self._settle()
-        self.state.forget_namespace(uid)
+            self.kick_mover()
+        self.state.forget_namespace(uid)  # what is left of it on disk is of an unknown namespace, and dropped at start
 
-    def _settle(self) -> None:
-        """Returns when the disk has forgotten what was removed before."""
-        if self.mover is not None:
-            self.mover.settle(deadline=time.monotonic() + SETTLE_S)
+    def drop(self, batch: KeyBatch) -> bytes:
+        """Drops what is here of these keys, best effort: [n] 1 had it."""
+        with self.lock:
+            had = self.table.remove(batch, cause=MissCause.REMOVED)
+            self._room_freed()
+            self.after_decision()
+            self.kick_mover()
+        return had
+
+    def _remove_for_good(self, uid: NamespaceUid, keys: bytes | None) -> tuple[bytes, int]:
+        """Invisible at once; returns when their SSD records are zeroed on the device. Slots that are read or held stay until the
+        last reader goes, but not their records: a worker that is killed now must not find them at its next start."""
+        codes, n_removed = b"", 0
+        with self.lock:
+            space = self.table.spaces[uid]
+            if keys is None:
+                named = list(space.blocks.values())
+            else:
+                named = [block for key in split_keys(keys) if (block := space.blocks.get(key)) is not None]
+            kept = [block for block in named if block.ssd is not None or block.demoting]
+            for block in kept:
+                block.pins += 1  # so that nobody gets the slot before its record is zeroed
+            slots = [block.ssd for block in kept if block.ssd is not None]
+            if keys is None:
+                n_removed = self.table.remove_all(uid)
+            else:
+                codes = bytes(self.table.remove(KeyBatch(uid, keys, chained=False), cause=MissCause.REMOVED))
+                n_removed = sum(codes)
+            self._room_freed()
+            self.after_decision()
+            self.kick_mover()
+        try:
+            if kept and self.ssd is not None and self.mover is not None:
+                deadline = time.monotonic() + SETTLE_S
+                while any(block.demoting for block in kept):  # its record is written last: let it come, then zero it
+                    if time.monotonic() > deadline:
+                        raise TierError(Trouble.STALLED, f"the disk did not end its writes within {SETTLE_S} s")
+                    time.sleep(0.001)
+                self.ssd.erase(slots)
+                if not self.mover.apply_actions():
+                    raise TierError(Trouble.IO, "the disk does not zero the records of removed blocks")
+                self.ssd.sync()
+        finally:
+            if kept:
+                with self.lock:
+                    self.table.unpin(kept)
+                    self.after_decision()
+        return codes, n_removed
 
     # --- what it tells ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +335,7 @@ class Node:
         self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self.mover is not None:
-            self.mover.stop()
+            self.mover.stop(timeout_s=2.0)
         if self._expirer.is_alive():
             self._expirer.join(5)
         self.dram.close()

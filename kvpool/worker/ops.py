@@ -43,7 +43,8 @@ from kvpool.core.frames import (
     Op,
     Status,
 )
-from kvpool.core.types import MAX_BATCH_KEYS, MissCause
+from kvpool.core.types import MAX_BATCH_KEYS
+from kvpool.errors import NamespaceNotFound
 from kvpool.transport.host import host_id
 from kvpool.worker import read_path, write_path
 
@@ -61,7 +62,10 @@ def handle(plane: DataPlane, connection: Connection, request: Request) -> None:
     op = request.header.op
     if request.header.payload_bytes and op not in _WITH_PAYLOAD:
         raise FrameError(f"{op.name} with payload")
-    _HANDLERS[op](plane, connection, request)
+    try:
+        _HANDLERS[op](plane, connection, request)
+    except NamespaceNotFound as error:  # deleted in this moment
+        connection.refuse(request, Status.UNKNOWN_NAMESPACE, str(error))
 
 
 def give_back(plane: DataPlane, connection: Connection) -> None:
@@ -189,10 +193,7 @@ def _drop(plane: DataPlane, connection: Connection, request: Request) -> None:
     if isinstance(spec, tuple):
         connection.refuse(request, *spec)
         return
-    with node.lock:
-        had = node.table.remove(batch, cause=MissCause.REMOVED)
-        node.after_decision()
-    connection.answer(request, CodesAnswer(bytes(had)).encode())
+    connection.answer(request, CodesAnswer(node.drop(batch)).encode())
 
 
 def _stat(plane: DataPlane, connection: Connection, request: Request) -> None:

@@ -24,9 +24,8 @@ import numpy as np
 import xxhash
 
 from kvpool.core.frames import READ_ENTRY, Flag, FrameError, ReadAnswer, ReadRequest, Status
-from kvpool.core.hashing import block_sum, chunk_sums
-from kvpool.core.keys import KeyBatch
-from kvpool.core.types import KEY_BYTES, BlockCode, HoldId, MissCause, NamespaceUid, Tier, Tiers, miss_code
+from kvpool.core.hashing import chunk_sums
+from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.worker.tiers.base import TierError, Trouble
 from kvpool.worker.write_path import INLINE_BYTES
 
@@ -99,6 +98,7 @@ class Read:
         self.blocks: list[Block | None] = []
         self.codes = bytearray()
         self.tiers = bytearray()
+        self.offsets: list[int] = []  # in the arena, taken under the lock: a block that is removed meanwhile forgets its own
         self.staged: dict[int, StagedBlock] = {}
         self.range_sums: dict[int, bytes] = {}
         self._jobs = 0
@@ -117,7 +117,8 @@ class Read:
                 hold_id=self.message.hold_id, touch=True, first_miss=self.first_miss,
             )  # fmt: skip
             self.blocks = pinned.blocks
-            in_dram = [block is not None and block.dram is not None for block in pinned.blocks]
+            self.offsets = [-1 if b is None or b.dram is None else node.offset(b) for b in pinned.blocks]
+        in_dram = [offset >= 0 for offset in self.offsets]
         self.codes = bytearray([_LATER]) * n
         self.tiers = bytearray(n)
         later_from = self._cut(in_dram)
@@ -194,28 +195,25 @@ class Read:
             if self.request.deadline <= time.monotonic():
                 raise TierError(Trouble.BUSY, "deadline")
             if self.tiers[i] == Tiers.SSD:
-                staged = load(self.node, block, self.spec, deadline=self.request.deadline)
-                if staged is not None:
-                    self.staged[i] = staged
-            if self.verify and i not in self.staged and not self._is_whole(block):
+                loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
+                if isinstance(loaded, int):
+                    self.offsets[i] = loaded
+                else:
+                    self.staged[i] = loaded
+            if self.verify and i not in self.staged and chunk_sums(self._view(i), self.spec.chunk_bytes).tobytes() != block.sums:
                 with self.node.lock:
-                    self.node.table.corrupt(block, Tier.DRAM)
+                    self.node.table.corrupt(block, Tiers.DRAM)
                     self.node.after_decision()
                 raise TierError(Trouble.DAMAGED, "a block in DRAM differs from its checksum")
             if self._needs_range_sum:
                 start, stop = self.message.offset, self.message.offset + self.message.length
                 self.range_sums[i] = xxhash.xxh3_64_intdigest(self._view(i)[start:stop]).to_bytes(8, "little")
         except TierError as error:
-            self.codes[i] = miss_code(_CAUSES.get(error.trouble, MissCause.UNKNOWN))
+            self.codes[i] = miss_code(block.gone or _CAUSES.get(error.trouble, MissCause.UNKNOWN))
             self.node.count_read_trouble(self.spec.uid, error)
         except Exception:
             self.codes[i] = miss_code(MissCause.UNKNOWN)
             raise
-
-    def _is_whole(self, block: Block) -> bool:
-        assert block.dram is not None
-        view = self.node.dram.view(self.spec.uid, self.node.offset(block), block.size)
-        return chunk_sums(view, self.spec.chunk_bytes).tobytes() == block.sums
 
     def _stripe_done(self) -> None:
         self._jobs -= 1
@@ -234,7 +232,7 @@ class Read:
             return staged.view
         block = self.blocks[i]
         assert block is not None
-        return self.node.dram.view(self.spec.uid, self.node.offset(block), block.size)
+        return self.node.dram.view(self.spec.uid, self.offsets[i], block.size)
 
     def _answer(self) -> None:
         n = len(self.codes)
@@ -269,7 +267,7 @@ class Read:
                     run_bytes = 0
                 payload.append(staged.view[start : start + n_bytes])
                 continue
-            offset = self.node.offset(block) + start
+            offset = self.offsets[i] + start
             if run_bytes and offset == run_at + run_bytes:
                 run_bytes += n_bytes
                 continue
@@ -295,29 +293,18 @@ class Read:
                 self.codes[i + 1 :] = bytes([_LATER]) * (len(self.codes) - i - 1)
                 return
 
-    def _hold(self, entries: np.ndarray) -> HoldId:  # type: ignore[type-arg]
+    def _hold(self, entries: np.ndarray) -> HoldId:
         """Holds what is in DRAM for this connection and says where it lies. What cannot be held stays an inline hit."""
         indexes = [i for i, code in enumerate(self.codes) if code == _INLINE and i not in self.staged]
         if not indexes:
             return HoldId(0)
-        batch = self.message.batch
-        if len(indexes) != len(batch):
-            keys = batch.keys
-            packed = b"".join(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in indexes)
-            batch = KeyBatch(batch.namespace, packed, chained=False)
-        node, uid = self.node, self.spec.uid
+        node = self.node
         ttl_ms = max(0, int((self.request.deadline - time.monotonic()) * 1000)) + HOLD_GRACE_MS
         with node.lock:
-            held = node.table.hold_pinned(
-                [self.blocks[i] for i in indexes], batch, ttl_ms=ttl_ms, now_ms=node.now_ms(), owner=self.connection.owner
+            hold_id, n_held = node.table.hold_blocks(
+                [self.blocks[i] for i in indexes], ttl_ms=ttl_ms, now_ms=node.now_ms(), owner=self.connection.owner  # type: ignore[misc]
             )
-            places = []
-            for i, code in zip(indexes, held.codes, strict=True):
-                block = self.blocks[i]
-                if code == _SHARED and block is not None and block.dram is not None:
-                    _, offset, gen_index = node.table.dram.place(block.dram)
-                    places.append((i, offset, gen_index, node.dram.generation(uid, gen_index)))
-            node.after_decision()
+            places = [(i, *node.table.place(self.blocks[i])) for i in indexes[:n_held]]  # type: ignore[arg-type]
         self.connection.has_holds = True
         if places:
             at = np.array(places, dtype=np.uint64)
@@ -325,7 +312,7 @@ class Read:
             entries["offset"][rows], entries["gen_index"][rows], entries["generation"][rows] = at[:, 1], at[:, 2], at[:, 3]
             for i in rows.tolist():
                 self.codes[i] = _SHARED
-        return held.hold_id
+        return hold_id
 
     # --- giving back ----------------------------------------------------------------------------------------------------
 
@@ -341,31 +328,26 @@ class Read:
             return
         for i in which:
             self.blocks[i] = None
-        with self.node.lock:
-            self.node.table.unpin(pinned)
-            self.node.after_decision()
+        self.node.unpin(pinned)
 
 
 _CAUSES: Final = {Trouble.DAMAGED: MissCause.CORRUPT, Trouble.BUSY: MissCause.TIMEOUT, Trouble.STALLED: MissCause.TIMEOUT}
 
 
-def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | None:
-    """A pinned block from SSD into memory, verified: None when it is in DRAM now, else (no room there) in staging memory, to be
-    released by the caller. In the pool only. Raises TierError; a damaged copy has been dropped then."""
+def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
+    """A pinned block from SSD into memory, verified: its offset in the arena when it is in DRAM now, else (no room there) in
+    staging memory, to be released by the caller. In the pool only. Raises TierError; a damaged copy has been dropped then."""
     mine = threading.Event()
-    while True:
-        with node.lock:
-            if block.dram is not None:
-                return None
-            theirs = node.loading.setdefault(block, mine)
-        if theirs is mine:
-            break
+    with node.lock:
+        if block.dram is not None:
+            return node.offset(block)
+        theirs = node.loading.setdefault(block, mine)
+    if theirs is not mine:  # when the leader failed or found no room, it is read here, beside others
         if not theirs.wait(max(0.0, deadline - time.monotonic())):
             raise TierError(Trouble.BUSY, "another reader's load of the block was not over before the deadline")
         with node.lock:
             if block.dram is not None:
-                return None
-        break  # the leader failed or found no room: read it here, beside others
+                return node.offset(block)
     try:
         return _load_alone(node, block, spec, deadline=deadline)
     finally:
@@ -375,7 +357,7 @@ def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> S
             mine.set()
 
 
-def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | None:
+def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
     ssd, slot = node.ssd, block.ssd
     if ssd is None or slot is None:
         raise TierError(Trouble.DAMAGED, "the block's copy is gone")
@@ -384,22 +366,26 @@ def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: floa
     except TierError as error:
         if error.trouble is Trouble.DAMAGED:
             with node.lock:
-                node.table.corrupt(block, Tier.SSD)
+                node.table.corrupt(block, Tiers.SSD)
                 node.after_decision()
         raise
-    assert block_sum(staged.sums) == block.sum
     with node.lock:
         target = None if block.dram is not None else node.table.promote_reserve(block)
+        offset = -1 if target is None else node.table.dram.place(target)[1]
         node.after_decision()
     if target is None:
         return staged
+    copied = False
     try:
-        offset = node.table.dram.place(target)[1]
         arena = node.dram.array(spec.uid)
         np.copyto(arena[offset : offset + block.size], np.frombuffer(staged.view, dtype=np.uint8))
-        with node.lock:
-            node.table.promote_done(block, target, staged.sums, ok=True)
-            node.after_decision()
+        copied = True
     finally:
-        staged.release()
-    return None
+        with node.lock:
+            node.table.promote_done(block, target, staged.sums, ok=copied)
+            is_there = block.dram == target  # it may have been removed meanwhile: then the slot is free again
+            node.after_decision()
+    if not is_there:
+        return staged
+    staged.release()
+    return offset

@@ -28,6 +28,7 @@ from kvpool.core.frames import CodesAnswer, FillRequest, Flag, FrameError, Numbe
 from kvpool.core.hashing import chunk_sums, n_chunks
 from kvpool.core.keys import KeyBatch
 from kvpool.core.types import BlockCode
+from kvpool.errors import NamespaceNotFound
 from kvpool.worker.listed import Ticket
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ _UNLISTED: Final = int(BlockCode.UNLISTED)
 
 
 class Slots:
-    """The blocks of one reservation with their places: `offsets[i]` in the namespace's arena, -1 where nothing is reserved."""
+    """The blocks of one reservation with their places: `offsets[i]` in the namespace's arena, -1 where nothing is reserved.
+
+    Made under the lock. The places stay ours until `commit` or `give_back`, even when a block is removed meanwhile."""
 
     __slots__ = ("blocks", "codes", "offsets", "sizes", "spec", "sums")
 
@@ -107,7 +110,7 @@ def commit(node: Node, slots: Slots) -> int:
             [slots.blocks[i] for i in kept], [slots.sums[i] for i in kept], now_ms=node.now_ms()  # type: ignore[misc]
         )
         if spoilt:
-            node.table.abort([slots.blocks[i] for i in spoilt])  # type: ignore[misc]
+            node.table.abort([slots.blocks[i] for i in spoilt])
         mark = node.reporter.mark()
         node.after_decision()
     for i, code in zip(kept, codes, strict=True):
@@ -123,9 +126,7 @@ def give_back(node: Node, slots: Slots) -> None:
     left = [block for block in slots.blocks if block is not None]
     slots.blocks = [None] * len(slots.blocks)
     if left:
-        with node.lock:
-            node.table.abort(left)
-            node.after_decision()
+        node.abort(left)
 
 
 def answer_listed(
@@ -172,6 +173,7 @@ class Reserving:
     ) -> None:  # fmt: skip
         self.node = plane.node
         self.connection = connection
+        self.request = request
         self.batch: KeyBatch = message.batch
         self.spec = spec
         self.sizes: list[int] = message.sizes.tolist()
@@ -197,12 +199,16 @@ class Reserving:
         last = last or loop.now() >= self._until
         with node.lock:
             reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms())
-            parked = reserved.must_wait and not last
-            if parked:
+            slots: Slots | None
+            if reserved.must_wait and not last:
                 node.table.abort([block for block in reserved.blocks if block is not None])
+                node.kick_mover()
                 node.wait_for_room(self, lambda: loop.post(self._again))  # under the lock: the mover's next wake is not missed
+                slots = None
+            else:
+                slots = Slots(node, self.spec, self.sizes, reserved.codes, reserved.blocks)
             node.after_decision()
-        if parked:
+        if slots is None:
             if self._timer is None:
                 loop.count("parked")
                 self._timer = loop.at(self._until, self._time_up)
@@ -211,13 +217,20 @@ class Reserving:
             self._timer.cancel()
             node.forget_waiting(self)
         then, self.then = self.then, None
-        then(Slots(node, self.spec, self.sizes, reserved.codes, reserved.blocks))
+        then(slots)
 
     def _again(self) -> None:
-        self._try(last=False)
+        self._retry(last=False)
 
     def _time_up(self) -> None:
-        self._try(last=True)
+        self._retry(last=True)
+
+    def _retry(self, *, last: bool) -> None:
+        try:
+            self._try(last=last)
+        except NamespaceNotFound as error:
+            self.on_close()
+            self.connection.refuse(self.request, Status.UNKNOWN_NAMESPACE, str(error))
 
 
 class Write:
