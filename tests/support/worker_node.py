@@ -6,8 +6,6 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-
-
 from kvpool.config import WorkerSettings
 from kvpool.core.hashing import HashKind
 from kvpool.core.keys import KeyBatch, pack_keys
