@@ -1,9 +1,9 @@
 """Mover: the thread that carries out what the block table decides about tiers.
 
-Writes the coldest dirty DRAM blocks down to SSD, so that room can be made by dropping clean ones; applies the table's actions
-(populate, punch, make, erase and delete files); takes the SSD tier out of use when it fails and tries it again later. Copying up is
-the read path's, which has the bytes at hand. Does not decide which block goes where (`core.blocks`), does not know files or memfds
-(`tiers`).
+Writes the coldest dirty DRAM blocks down to SSD, so that room can be made by dropping clean ones; applies the table's
+actions (populate, punch, make, erase and delete files); takes the SSD tier out of use when it fails and tries it again
+later. Copying up is the read path's, which has the bytes at hand. Does not decide which block goes where
+(`core.blocks`), does not know files or memfds (`tiers`).
 
 Locks, taken in this order: `applying` (actions are applied one after the other, in the table's order), then the
 node's lock (the table). No I/O under the node's lock.
@@ -28,8 +28,10 @@ from kvpool.worker.tiers.ssd import SsdTier, SsdWrite
 
 log = logging.getLogger("kvpool.worker.mover")
 
-BATCH_BYTES: Final = 16 << 20  # one round: long enough writes for any disk, short enough that waiters see room soon
+BATCH_BYTES: Final = 8 << 20  # one round: long enough writes for any disk, short enough that waiters see room soon
 STAGING_WAIT_S: Final = 10.0
+ACTIONS_WAIT_S: Final = 10.0
+WATCH_S: Final = 0.25  # how often a write under way is looked at
 RETRY_S_MIN: Final = 0.5
 RETRY_S_MAX: Final = 30.0
 
@@ -49,8 +51,8 @@ class Mover:
         retry_s_min: float = RETRY_S_MIN,
         retry_s_max: float = RETRY_S_MAX,
     ) -> None:
-        """`lock`: the node's, which guards `table`. `on_room`: called without locks, on the mover's thread, when a
-        put that had to wait may find room now."""
+        """`lock`: the node's, which guards `table`. `on_room`: called without the node's lock, by any
+        thread, when a put that had to wait may find room now."""
         self._table, self._node_lock, self._dram, self._ssd = table, lock, dram, ssd
         self._on_room, self._now_ms = on_room, now_ms
         self._applying = threading.Lock()
@@ -62,23 +64,27 @@ class Mover:
         self._retry_s_min, self._retry_s_max = retry_s_min, retry_s_max
         self._retry_s = retry_s_min
         self._retry_at: float | None = None  # the SSD tier is out until then
-        self._room_came = False
+        self._writing = False
         self._counters: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvpool-mover", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="kvpool-mover-watch", daemon=True)
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
 
     def start(self) -> None:
         self._thread.start()
+        if self._ssd is not None:
+            self._watcher.start()
 
     def stop(self, *, timeout_s: float) -> bool:
         """Ends the thread after the write that it is in. False when that one hangs (the thread is then left behind)."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        for thread in (self._thread, self._watcher):
+            if thread.ident is not None:
+                thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def kick(self) -> None:
@@ -93,9 +99,13 @@ class Mover:
 
     def apply_actions(self) -> bool:
         """Applies all that the table has asked for until now. False: a record could not be zeroed (it is tried again
-        later): a removal must not be confirmed yet."""
-        with self._applying:
+        later), or another thread's action hangs: a removal must not be confirmed yet."""
+        if not self._applying.acquire(timeout=ACTIONS_WAIT_S):
+            return False
+        try:
             return self._apply_all()
+        finally:
+            self._applying.release()
 
     def _apply_all(self) -> bool:
         if self._retry_at is None and (self._unerased or self._unmade):
@@ -198,10 +208,11 @@ class Mover:
                 blocks = self._table.clean_candidates(BATCH_BYTES, now_ms=self._now_ms())
             if not blocks:
                 break
-            self._write_down(blocks)
-            self._on_room()
-        if self._room_came:
-            self._room_came = False
+            self._set_writing(writing=True)
+            try:
+                self._write_down(blocks)
+            finally:
+                self._set_writing(writing=False)
             self._on_room()
 
     def _write_down(self, blocks: Sequence[Block]) -> None:
@@ -283,8 +294,26 @@ class Mover:
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, self._retry_s_max)
         self._set_writable(writable=False)
-        self._room_came = True  # who waited for blocks to be written down need not any more
+        self._on_room()  # who waited for blocks to be written down need not any more
         self.kick()
+
+    def _set_writing(self, *, writing: bool) -> None:
+        with self._wake:
+            self._writing = writing
+            self._wake.notify_all()
+
+    def _watch(self) -> None:
+        """A write that hangs keeps the mover's thread; this one takes the tier out meanwhile, so that puts do not wait."""
+        assert self._ssd is not None
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._writing or self._stopping)
+                if self._wake.wait_for(lambda: not self._writing or self._stopping, WATCH_S):
+                    if self._stopping:
+                        return
+                    continue
+            if self._ssd.is_stalled and self._retry_at is None:
+                self._failed(TierError(Trouble.STALLED, f"{self._ssd.directory}: the device does not answer"), "write")
 
     def _try_again(self) -> None:
         self._counters["retries"] += 1

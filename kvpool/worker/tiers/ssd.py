@@ -37,7 +37,8 @@ __all__ = ["Adopted", "AdoptedExtent", "SsdTier", "SsdWrite", "StagedBlock"]
 log = logging.getLogger("kvpool.worker.ssd")
 
 LOCK_BYTES: Final = PAGE_BYTES  # what the lock file counts in the cap
-STALL_S: Final = 5.0  # a call to the device that is out for longer means: the device hangs
+STALL_S: Final = 5.0  # a call to the device that is out for longer, and longer than its bytes need, means: the device hangs
+SLOW_BYTES_PER_S: Final = 4_000_000  # the slowest device that is not taken for hanging
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class SsdTier:
         self._lock = threading.Lock()  # extents, bytes on disk, sequence
         self._disk_bytes = LOCK_BYTES
         self._next_seq = 1
-        self._inflight: dict[object, float] = {}
+        self._inflight: dict[object, float] = {}  # calls to the device -> when each should have ended (time.monotonic())
         self._out_reason: str | None = None
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -121,9 +122,15 @@ class SsdTier:
     def state(self) -> str:
         if self._closed:
             return "closed"
-        if self._stalled():
+        if self.is_stalled:
             return "stalled: the device does not answer"
         return self._out_reason or STATE_OK
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a call to the device is out for much longer than it may take."""
+        due = min(list(self._inflight.values()), default=None)
+        return due is not None and time.monotonic() > due
 
     def set_out(self, reason: str | None) -> None:
         """Marks the tier as not to be used, with the reason, or (None) as fine again. Decided by the mover; does not
@@ -209,7 +216,7 @@ class SsdTier:
                                               f"{self.capacity_bytes} bytes ({self._disk_bytes} in use)")  # fmt: skip
             self._disk_bytes += geometry.file_bytes
         try:
-            with self._io():
+            with self._io("make_errors"):
                 extent = SsdExtent(number, Header(namespace, geometry, number), self._disk)
                 extent.create()
         except TierError:
@@ -246,7 +253,7 @@ class SsdTier:
             with self._lock:
                 first_seq = self._next_seq
                 self._next_seq += len(group)
-            with self._io("write_errors"):
+            with self._io("write_errors", sum(item.meta.size for item in group)):
                 extent.write(sorted(group, key=lambda item: item.slot), first_seq=first_seq, deadline=deadline)
         self._counters["blocks_written"] += len(items)
         self._counters["bytes_written"] += sum(item.meta.size for item in items)
@@ -259,7 +266,7 @@ class SsdTier:
         _check_fits(extent, slot & INDEX_MASK, min(size, len(out) + 1))
         if size > len(out):
             raise ValueError(f"{size} bytes do not fit a buffer of {len(out)}")
-        with self._io("read_errors"):
+        with self._io("read_errors", size):
             extent.read_into(slot & INDEX_MASK, size, out)
         self._counters["blocks_read"] += 1
         self._counters["bytes_read"] += size
@@ -310,7 +317,7 @@ class SsdTier:
 
     def probe(self) -> None:
         """Tries a write of one page in a file without a name. Raises TierError when the device does not work."""
-        with self._io():
+        with self._io("probe_errors"):
             try:
                 fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self._dir_fd)
                 try:
@@ -337,21 +344,17 @@ class SsdTier:
             raise TierError(Trouble.DAMAGED, f"no slab file for extent {number}")
         return extent
 
-    def _stalled(self) -> bool:
-        started = min(list(self._inflight.values()), default=None)
-        return started is not None and time.monotonic() - started > self._stall_s
-
     @contextlib.contextmanager
-    def _io(self, errors: str = "io_errors") -> Iterator[None]:
+    def _io(self, errors: str, n_bytes: int = 0) -> Iterator[None]:
         """Around every call to the device: refuses at once while an earlier one hangs, so that not all threads end up
         waiting."""
         if self._closed:
             raise TierError(Trouble.CLOSED, "the SSD tier is closed")
-        if self._stalled():
+        if self.is_stalled:
             self._counters["stalled_refused"] += 1
             raise TierError(Trouble.STALLED, f"{self.directory}: the device does not answer")
         token = object()
-        self._inflight[token] = time.monotonic()
+        self._inflight[token] = time.monotonic() + self._stall_s + n_bytes / SLOW_BYTES_PER_S
         try:
             yield
         except TierError:
