@@ -294,7 +294,8 @@ def probe(address: str, *, n_workers: int, token_file: str = "", timeout_s: floa
                     asked.call("DeleteNamespace", pb.DeleteNamespaceRequest(name=name))
                 if got.n_blocks == 1 and np.array_equal(got_bytes, want):
                     return
-                failure = f"put said {put.outcomes[0].value}, get said {got.miss.value if got.miss else 'other bytes'}"
+                reason = f" ({put.reasons[0]})" if put.reasons[0] else ""
+                failure = f"put said {put.outcomes[0].value}{reason}, get said {got.miss.value if got.miss else 'other bytes'}"
             except KVPoolError as error:
                 failure = str(error)
             time.sleep(0.05)

@@ -163,7 +163,7 @@ def ssd_blocks_written(pool: Pool) -> int:
         url = url if url.startswith("http") else f"http://{url}"
         with contextlib.suppress(OSError), opener.open(f"{url}/metrics", timeout=5) as answer:
             for line in answer.read().decode().splitlines():
-                if line.startswith("kvpool_ssd_blocks_written"):
+                if line.startswith("kvpool_tier_events_total") and 'tier="ssd"' in line and 'event="blocks_written"' in line:
                     total += float(line.rpartition(" ")[2])
     return int(total)
 
