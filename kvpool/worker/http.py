@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -24,6 +21,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.errors import ConfigError
+from kvpool.obs.metrics import CONTENT_TYPE, Kind, Metric, expose, gauge
 from kvpool.worker.probe import probe
 
 if TYPE_CHECKING:
@@ -37,86 +35,69 @@ CONNECTIONS_MAX: Final = 2048  # beyond, 503
 HEADER_BYTES_MAX: Final = 16 << 10
 
 
-class WorkerCollector(Collector):
-    """All metrics of one worker."""
-
-    def __init__(self, node: Node, plane: DataPlane, agent: Agent | None) -> None:
-        self.node, self.plane, self.agent = node, plane, agent
-
-    def collect(self) -> Iterator[Metric]:
-        """Called at each scrape."""
-        yield from self._tiers()
-        yield from self._blocks()
-        yield from self._plane()
-        up = GaugeMetricFamily("kvpool_session_up", "1 while the master has this worker's session")
-        up.add_metric([], float(self.node.listed.up))
-        yield up
-        if self.agent is not None:
-            yield _counters("kvpool_session_events", "Sessions with the master", self.agent.counters)
-
-    def _tiers(self) -> Iterator[Metric]:
-        capacity = GaugeMetricFamily("kvpool_tier_capacity_bytes", "Size of the tier", labels=["tier"])
-        used = GaugeMetricFamily("kvpool_tier_used_bytes", "Bytes in slots that are taken", labels=["tier"])
-        blocks = GaugeMetricFamily("kvpool_tier_blocks", "Blocks in the tier", labels=["tier"])
-        state = GaugeMetricFamily("kvpool_tier_ok", "1 while the tier is used", labels=["tier"])
-        for told in self.node.tier_status():
-            capacity.add_metric([told.tier], told.capacity_bytes)
-            used.add_metric([told.tier], told.used_bytes)
-            blocks.add_metric([told.tier], told.blocks)
-            state.add_metric([told.tier], float(told.state == "ok"))
-        yield from (capacity, used, blocks, state)
-        tiers: list[tuple[str, Any]] = [("dram", self.node.dram), ("ssd", self.node.ssd)]
-        events = CounterMetricFamily("kvpool_tier_events", "What the tiers did", labels=["tier", "event"])
-        for name, tier in tiers:
-            for event, n in tier.counters().items() if tier is not None else ():
-                events.add_metric([name, event], n)
-        yield events
-
-    def _blocks(self) -> Iterator[Metric]:
-        with self.node.lock:
-            counters = dict(self.node.table.counters)
-            gauges = self.node.table.gauges()
-            misses = self.node.table.misses()
-            pending = self.node.reporter.n_pending
-        yield _counters("kvpool_block_events", "What became of blocks", counters)
-        present = GaugeMetricFamily("kvpool_blocks_now", "Present values of the block table", labels=["what"])
-        for what, n in gauges.items():
-            present.add_metric([what], n)
-        yield present
-        names = {spec.uid: spec.name for spec in self.node.specs()}
-        family = CounterMetricFamily("kvpool_misses", "Blocks asked for and not served", labels=["namespace", "cause"])
-        for uid, causes in misses.items():
-            for cause, n in causes.items():
-                family.add_metric([names.get(uid, "deleted"), cause.value], n)
-        yield family
-        gauge = GaugeMetricFamily("kvpool_reports_pending", "Changed blocks that the master has not been told of")
-        gauge.add_metric([], pending)
-        yield gauge
-
-    def _plane(self) -> Iterator[Metric]:
-        yield _counters("kvpool_data_plane_events", "Requests, bytes and troubles of the data plane", self.plane.counters())
-        for name, text, value in (
-            ("kvpool_connections", "Connections to the data plane", self.plane.n_connections),
-            ("kvpool_ring_bytes", "Memory in rings of local connections", self.plane.rings.used_bytes),
-            ("kvpool_staging_bytes", "Memory in use for SSD reads and writes", self.node.staging.used_bytes),
-            ("kvpool_listed_waiting", "Answers that wait for the master", self.node.listed.n_waiting),
-        ):
-            gauge = GaugeMetricFamily(name, text)
-            gauge.add_metric([], value)
-            yield gauge
+def metrics_of(node: Node, plane: DataPlane, agent: Agent | None) -> list[Metric]:
+    """All metrics of one worker, now. Any thread."""
+    return [*_tiers(node), *_blocks(node), *_plane(node, plane), *_session(node, agent)]
 
 
-def _counters(name: str, text: str, values: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=["event"])
-    for event, n in sorted(values.items()):
-        family.add_metric([event], n)
-    return family
+def _tiers(node: Node) -> Iterator[Metric]:
+    told = node.tier_status()
+    for name, text, field in (
+        ("kvpool_tier_capacity_bytes", "size of the tier", "capacity_bytes"),
+        ("kvpool_tier_used_bytes", "bytes in slots that are taken", "used_bytes"),
+        ("kvpool_tier_blocks", "blocks in the tier", "blocks"),
+    ):
+        yield Metric(name, Kind.GAUGE, text, ("tier",), {(t.tier,): getattr(t, field) for t in told})
+    in_use = {(t.tier,): float(t.state == "ok") for t in told}
+    yield Metric("kvpool_tier_ok", Kind.GAUGE, "1 while the tier is in use", ("tier",), in_use)
+    events: dict[tuple[str, ...], float] = {("dram", event): n for event, n in node.dram.counters().items()}
+    if node.ssd is not None:
+        events |= {("ssd", event): n for event, n in node.ssd.counters().items()}
+    if node.mover is not None:
+        events |= {("mover", event): n for event, n in node.mover.counters().items()}
+    yield Metric("kvpool_tier_events", Kind.COUNTER, "what the tiers did", ("tier", "event"), events)
+
+
+def _blocks(node: Node) -> Iterator[Metric]:
+    with node.lock:
+        counters, gauges, misses = dict(node.table.counters), node.table.gauges(), node.table.misses()
+        pending, troubles = node.reporter.n_pending, dict(node.read_troubles)
+    names = {spec.uid: spec.name for spec in node.specs()}
+    yield _events("kvpool_block_events", "what became of blocks", counters)
+    present = {(name,): float(n) for name, n in gauges.items()}
+    yield Metric("kvpool_blocks_now", Kind.GAUGE, "present values of the block table", ("what",), present)
+    by_cause: dict[tuple[str, ...], float] = {
+        (names.get(uid, "?"), cause.value): n for uid, causes in misses.items() for cause, n in causes.items()
+    }
+    yield Metric("kvpool_misses", Kind.COUNTER, "blocks asked for and not here", ("namespace", "cause"), by_cause)
+    by_trouble: dict[tuple[str, ...], float] = {
+        (names.get(uid, "?"), "ssd", trouble): n for (uid, trouble), n in troubles.items()
+    }
+    text = "blocks that were here and could not be served"
+    yield Metric("kvpool_read_troubles", Kind.COUNTER, text, ("namespace", "tier", "trouble"), by_trouble)
+    yield gauge("kvpool_reports_pending", "changed blocks that the master has not been told of", pending)
+
+
+def _plane(node: Node, plane: DataPlane) -> Iterator[Metric]:
+    yield _events("kvpool_data_plane_events", "requests, bytes and troubles of the data plane", plane.counters())
+    yield gauge("kvpool_connections", "connections to the data plane", plane.n_connections)
+    yield gauge("kvpool_ring_bytes", "memory in rings of local connections", plane.rings.used_bytes)
+    yield gauge("kvpool_staging_bytes", "memory in use for SSD reads and writes", node.staging.used_bytes)
+    yield gauge("kvpool_listed_waiting", "answers that wait for the master", node.listed.n_waiting)
+
+
+def _session(node: Node, agent: Agent | None) -> Iterator[Metric]:
+    yield gauge("kvpool_session_up", "1 while the master has this worker's session", node.listed.up)
+    if agent is not None:
+        yield _events("kvpool_session_events", "sessions with the master", agent.counters)
+
+
+def _events(name: str, text: str, values: Mapping[str, int]) -> Metric:
+    return Metric(name, Kind.COUNTER, text, ("event",), {(event,): n for event, n in values.items()})
 
 
 def make_app(node: Node, plane: DataPlane, agent: Agent | None, *, token: str) -> Starlette:
     """The application; `/readyz` is 503 while stopping, or when the probe failed (its body says why)."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(WorkerCollector(node, plane, agent))
     probing: asyncio.Future[str] | None = None
 
     async def healthz(_: Request) -> Response:
@@ -133,7 +114,7 @@ def make_app(node: Node, plane: DataPlane, agent: Agent | None, *, token: str) -
         return JSONResponse(body | ({"reason": reason} if reason else {}), status_code=503 if reason else 200)
 
     async def metrics(_: Request) -> Response:
-        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await asyncio.to_thread(lambda: expose(metrics_of(node, plane, agent))), media_type=CONTENT_TYPE)
 
     return Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)])
 

@@ -346,12 +346,14 @@ class Node:
 
     def _expire_holds(self) -> None:
         while not self._closed.wait(EXPIRE_S):
-            with self.lock:
-                owners = list(self.table.expire(self.now_ms()))
-                self.after_decision()
-            if owners:
-                for call in self._drop_calls:
+            try:
+                with self.lock:
+                    owners = list(self.table.expire(self.now_ms()))
+                    self.after_decision()
+                for call in self._drop_calls if owners else ():
                     call(owners)
+            except Exception:  # the thread must live: holds that never end would fill the tier
+                log.exception("event=expiry_failed")
 
 
 def _log_failure(future: Future[None]) -> None:

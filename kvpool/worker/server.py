@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Final
 import uvloop
 
 from kvpool.config import WorkerSettings, check_memory
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.obs import logs
+from kvpool.obs.process import die_with_parent
 from kvpool.worker import http
 from kvpool.worker.agent import Agent
 from kvpool.worker.build import build_node
@@ -38,25 +40,35 @@ log = logging.getLogger(__name__)
 
 READY_WITHOUT_MASTER_S: Final = 5.0  # then the ready line is printed all the same: the data plane serves
 DRAIN_S_MAX: Final = 8.0  # of the ten seconds that a stop may take; the rest is for the master and the disk
-PARENT_CHECK_S: Final = 0.5
 TOKEN_BYTES_MAX: Final = 4096
 GC_THRESHOLDS: Final = (50_000, 20, 100)  # blocks are long-lived: full collections would walk all of them for nothing
 SWITCH_INTERVAL_S: Final = 0.001  # a loop that becomes ready waits at most this long for a thread that computes
 
 
 def run(settings: WorkerSettings, *, parent_pid: int | None = None) -> int:
-    """One worker until SIGTERM or SIGINT; prints the ready line. Returns the exit status. Raises ConfigError when it cannot
-    start. Call it on the main thread."""
+    """One worker until SIGTERM or SIGINT; prints the ready line. Returns the exit status: 1, with the reason on standard error,
+    when it cannot start. Call it on the main thread."""
+    logs.set_up("worker")
+    try:
+        if parent_pid is not None:
+            die_with_parent(parent_pid)
+        return _run(settings)
+    except KVPoolError as error:
+        print(f"kvpool worker: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _run(settings: WorkerSettings) -> int:
     check_memory(settings.dram, memavailable=available_bytes(), cgroup_limit=cgroup_limit_bytes())
     token = read_token(settings.token_file)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     node = build_node(settings)
     try:
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # modules and adopted blocks: no collection walks them again
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(node, settings, token, parent_pid))
+            return runner.run(_serve(node, settings, token))
     finally:
         node.close()
 
@@ -67,7 +79,7 @@ def read_token(path: str) -> str:
         return ""
     try:
         raw = Path(path).read_bytes()
-        token = raw.decode("utf-8").strip()
+        token = raw.decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"token_file: {path} cannot be read: {error}") from error
     if not 1 <= len(token) <= TOKEN_BYTES_MAX // 2 or not token.isprintable():
@@ -75,7 +87,7 @@ def read_token(path: str) -> str:
     return token
 
 
-async def _serve(node: Node, settings: WorkerSettings, token: str, parent_pid: int | None) -> int:
+async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     hurry = threading.Event()
@@ -104,8 +116,6 @@ async def _serve(node: Node, settings: WorkerSettings, token: str, parent_pid: i
         stop_http = await http.serve(http.make_app(node, plane, agent, token=token), http_sock)
         tasks.append(asyncio.create_task(agent.run()))
         tasks.append(asyncio.create_task(_say_ready(node, plane, agent, http_address)))
-        if parent_pid is not None:
-            tasks.append(asyncio.create_task(_watch_parent(parent_pid, stopping)))
         await stopping.wait()
         return 0
     finally:
@@ -140,12 +150,3 @@ async def _say_ready(node: Node, plane: DataPlane, agent: Agent, http_address: s
         "ready": True, "role": "worker", "id": node.worker_id, "pid": os.getpid(), "address": plane.address, "http": http_address,
     }  # fmt: skip
     print(json.dumps(line), flush=True)  # noqa: T201
-
-
-async def _watch_parent(parent_pid: int, stopping: asyncio.Event) -> None:
-    """Stops when the process that started this one is gone."""
-    while os.getppid() == parent_pid:
-        await asyncio.sleep(PARENT_CHECK_S)
-    log.warning("event=parent_gone pid=%d", parent_pid)
-    stopping.set()
-
