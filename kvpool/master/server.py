@@ -163,6 +163,8 @@ class Master:
         self._stopped = True
         if self._sessions is not None:
             self._sessions.close_all("the master is stopping")
+        if self._state is not None:
+            self._state.events.close()
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         for task in self._tasks:
@@ -172,8 +174,6 @@ class Master:
             await self._http.stop()
         elif self._http_socket is not None:
             self._http_socket.close()
-        if self._state is not None:
-            self._state.events.close()
         await self.store.close()
 
 

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from kvpool.core.catalog import Catalog
 from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, Epoch, Holder, NamespaceUid
+from kvpool.errors import MasterUnavailable
 from kvpool.v1 import master_pb2 as pb
 
 RING_KEYS: Final = 262_144  # some 10 MB: seconds of changes at full rate
@@ -68,6 +69,7 @@ class EventLog:
         self._timer: asyncio.TimerHandle | None = None
         self.seq = 0
         self.published = 0  # what watchers may see by now
+        self.closed = False
 
     def append(self, event: Event) -> None:
         self.seq += 1
@@ -76,7 +78,7 @@ class EventLog:
         while self._weight > self._ring_keys and self._first_seq < self.seq:
             self._weight -= _weight(self._events.pop(self._first_seq))
             self._first_seq += 1
-        if self._timer is None:
+        if self._timer is None and not self.closed:
             self._timer = asyncio.get_running_loop().call_later(self._coalesce_s, self._publish)
 
     def _publish(self) -> None:
@@ -119,9 +121,11 @@ class EventLog:
         return True
 
     def close(self) -> None:
+        """No more events: every watch ends."""
+        self.closed = True
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._publish()
 
     @property
     def n_waiters(self) -> int:
@@ -196,14 +200,15 @@ async def watch(
     heartbeat_s: float,
     counters: Counters,
 ) -> AsyncGenerator[pb.WatchEvent, None]:
-    """The stream of one watcher, without end. The reader's pace is the stream's; the ring bounds what waits for it."""
+    """The stream of one watcher, until the log is closed (MasterUnavailable). The reader's pace is the stream's; the ring bounds
+    what waits for it."""
     log = state.events
     cursor = after_seq if epoch == state.epoch else -1
-    while True:
+    while not log.closed:
         if cursor < 0 or not log.remembers(cursor):
             counters.resyncs += 1
             yield pb.WatchEvent(epoch=state.epoch, resync=True)
-            while not state.complete():  # an index that is being rebuilt would empty the mirrors that follow it
+            while not (state.complete() or log.closed):  # an index that is being rebuilt would empty the mirrors that follow it
                 yield pb.WatchEvent(epoch=state.epoch, heartbeat=True)
                 await asyncio.sleep(min(heartbeat_s, 0.05))
             cursor = log.seq
@@ -223,6 +228,7 @@ async def watch(
             continue
         if not await log.wait(cursor, timeout_s=heartbeat_s):
             yield pb.WatchEvent(epoch=state.epoch, seq=cursor, heartbeat=True)
+    raise MasterUnavailable("the master is stopping")
 
 
 async def _snapshot(state: Watched, namespaces: frozenset[NamespaceUid]) -> AsyncIterator[pb.WatchEvent]:
