@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvpool.core.gone import Causes, Why
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import Entry, Group
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
-from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tiers
+from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tier
 
 GenerationOf = Callable[[NamespaceUid, int], int]
 Bump = Callable[[NamespaceUid, int], None]
@@ -43,17 +44,16 @@ class Limits:
 class Space:
     """One namespace's blocks on this worker."""
 
-    __slots__ = ("blocked", "blocks", "causes", "closing", "dram", "exact_group", "generation", "misses", "reserved", "spec", "uid")
+    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "misses", "reserved", "spec", "uid")
 
     def __init__(self, spec: NamespaceSpec, dram: SlabAllocator, generation: GenerationOf, exact_group: Group) -> None:
         self.uid, self.spec, self.dram, self.generation = spec.uid, spec, dram, generation
         self.exact_group = exact_group  # of blocks of exactly block_bytes
         self.blocks: dict[Key, Block] = {}  # live ones
         self.reserved: set[Block] = set()
-        self.causes: dict[Key, MissCause] = {}
-        self.misses: dict[MissCause, int] = dict.fromkeys(MissCause, 0)
+        self.causes: Causes = {}
+        self.misses: dict[Why, int] = {}
         self.blocked = False
-        self.closing = False
 
 
 class Block(Entry):
@@ -88,7 +88,7 @@ class Block(Entry):
         self.failures = 0  # of writing it down
         self.flight: Slot | None = None  # where a demotion or promotion under way writes to
         self.on_idle = False  # something is to be done when the last pin or hold goes
-        self.doomed: list[tuple[Tiers, Slot]] | None = None  # copies to free then
+        self.doomed: list[tuple[Tier, Slot]] | None = None  # copies to free then
 
     @property
     def ns(self) -> NamespaceUid:
@@ -112,7 +112,8 @@ class Block(Entry):
 
     def __repr__(self) -> str:
         state = self.gone.value if self.gone else "live" if self.live else "reserved"
-        return f"<Block {self.key[:4].hex()} {state} {Tiers(self.tiers)!r} pins={self.pins} held={self.held_dram},{self.held_ssd}>"
+        held = f"held={self.held_dram},{self.held_ssd}"
+        return f"<Block {self.key[:4].hex()} {state} dram={self.dram} ssd={self.ssd} pins={self.pins} {held}>"
 
 
 class SsdCopy(Entry):
@@ -127,8 +128,8 @@ class SsdCopy(Entry):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """`codes`: BlockCode [n] (RESERVED, ALREADY, FULL, REJECTED). `blocks`: those RESERVED, else None. `must_wait`: for those FULL
-    room may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`) or transfers have ended."""
+    """`codes`: BlockCode [n] (RESERVED, ALREADY, FULL, REJECTED). `blocks`: those RESERVED, else None. `must_wait`: room for
+    those FULL may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`)."""
 
     codes: bytearray
     blocks: list[Block | None]
@@ -178,5 +179,5 @@ class SsdErase:
 
 
 Action = PopulateExtent | PunchExtent | CloseArena | SsdExtentCreated | SsdExtentDropped | SsdErase
-DRAM: Final = Tiers.DRAM
-SSD: Final = Tiers.SSD
+DRAM: Final = Tier.DRAM
+SSD: Final = Tier.SSD

@@ -1,8 +1,8 @@
-"""The worker's table of blocks: what is there, reserved, pinned, held, gone. One a worker, under the node's one lock.
+"""The worker's table of blocks: what is there, reserved, gone. One a worker, under the node's one lock.
 
-Owns: keys, reservations, pins, holds, removal, causes of misses, recency. Does not own: copies in tiers and their eviction
-(`copies`, the base class), slots (`slots`), the order of eviction (`policy`), reports to the master (`session.Reporter`),
-bytes and I/O (`worker.tiers`, `worker.mover`).
+Owns: namespaces, keys, reservations, pins, removal, the inventory. Does not own: holds and recency (`holding`), copies in
+tiers and their eviction (`copies`, `movement`: the base classes), slots (`slots`), the order of eviction (`policy`), reports
+to the master (`session.Reporter`), bytes and I/O (`worker.tiers`, `worker.mover`).
 
 Every call is O(keys named), whatever the table has. Nothing here waits: where room may come later the answer says `must_wait`.
 """
@@ -31,49 +31,49 @@ from kvpool.core.block import (
     SsdExtentCreated,
     SsdExtentDropped,
 )
-from kvpool.core.copies import Copies
 from kvpool.core.hashing import block_sum
-from kvpool.core.holds import Hold, Holds
+from kvpool.core.holding import TICKS_RECENT, Holding
 from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import Entry, EvictionPolicy, Lru
+from kvpool.core.room import Leave
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
-from kvpool.core.types import HASH_BYTES, KEY_BYTES, BlockCode, HoldId, Key, MissCause, NamespaceUid, Tiers, miss_code
-from kvpool.errors import NamespaceNotFound
+from kvpool.core.types import HASH_BYTES, BlockCode, Key, MissCause, NamespaceUid
 
-__all__ = ["Action", "Block", "BlockTable", "CloseArena", "Held", "Limits", "Pinned", "PopulateExtent", "PunchExtent", "Reserved",
-           "Slot", "SsdErase", "SsdExtentCreated", "SsdExtentDropped"]  # fmt: skip
+__all__ = [
+    "Action", "Block", "BlockTable", "CloseArena", "Held", "Limits", "Pinned", "PopulateExtent", "PunchExtent", "Reserved",
+    "Slot", "SsdErase", "SsdExtentCreated", "SsdExtentDropped",
+]  # fmt: skip
 
-TICKS_RECENT: Final = 256  # batches after which a chain's part counts as used at another time than its continuation
-ANCESTORS_MAX: Final = 4096  # refreshed when only a chain's deep end is used
 SNAPSHOT_KEYS: Final = 8192  # a part of an inventory
-EMPTY: Final = b""
 
-RESERVED, ALREADY = int(BlockCode.RESERVED), int(BlockCode.ALREADY)
-FULL, REJECTED, STORED, LATER = int(BlockCode.FULL), int(BlockCode.REJECTED), int(BlockCode.STORED), int(BlockCode.LATER)
-HELD = int(BlockCode.HIT_SHARED)
+RESERVED, ALREADY, FULL = int(BlockCode.RESERVED), int(BlockCode.ALREADY), int(BlockCode.FULL)
+REJECTED, STORED = int(BlockCode.REJECTED), int(BlockCode.STORED)
 
 
-class BlockTable(Copies):
+class BlockTable(Holding):
     """Not thread-safe: every call under the node's lock. Pure: I/O comes out of `drain_actions`.
 
-    dram, ssd: the tiers' allocators (ssd None: no such tier). policy: makes one eviction policy a tier. reporter(uid, key, tiers now,
-    cause when gone, size): called for every visible change, in order. bump(arena, gen_index): the slot was freed, its generation
-    word must grow before this returns (no I/O). generation(arena, gen_index): that word.
+    dram, ssd: the tiers' allocators (ssd None: no such tier). policy: makes one eviction policy a tier. reporter(uid, key,
+    tiers now, cause when gone, size): called for every visible change, in order. bump(arena, gen_index): the slot was freed,
+    its generation word must grow before this returns (no I/O). generation(arena, gen_index): that word.
     """
 
-    def __init__(self, *, dram: SlabAllocator, ssd: SlabAllocator | None = None, policy: Callable[[], EvictionPolicy] = Lru,
-                 reporter: Report | None = None, limits: Limits | None = None, bump: Bump | None = None,
-                 generation: GenerationOf | None = None) -> None:  # fmt: skip
-        limits = limits or Limits()
-        super().__init__(dram=dram, ssd=ssd, policy=policy, reporter=reporter or (lambda uid, key, tiers, cause, size: None),
-                         limits=limits, bump=bump, generation=generation)  # fmt: skip
-        self._holds = Holds(holds_max=limits.holds_max, seed=limits.seed)
+    def __init__(
+        self, *, dram: SlabAllocator, ssd: SlabAllocator | None = None, policy: Callable[[], EvictionPolicy] = Lru,
+        reporter: Report | None = None, limits: Limits | None = None, bump: Bump | None = None,
+        generation: GenerationOf | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            dram=dram, ssd=ssd, policy=policy, reporter=reporter or _report_nothing, limits=limits or Limits(),
+            bump=bump or _bump_nothing, generation=generation or _no_generation,
+        )  # fmt: skip
 
     # --- namespaces -----------------------------------------------------------------------------------------------------
 
     def open_namespace(self, spec: NamespaceSpec) -> None:
-        """From now on blocks of this namespace are taken. Again: only its name and quota may differ (a layout never changes)."""
+        """From now on blocks of this namespace are taken. Again: only its name and quota may differ (a layout never
+        changes)."""
         space = self.spaces.get(spec.uid)
         if space is not None:
             space.spec = spec
@@ -85,8 +85,8 @@ class BlockTable(Copies):
         self.spaces[spec.uid] = Space(spec, self.dram, self._generation, group)
 
     def close_namespace(self, uid: NamespaceUid) -> int:
-        """Deleted: its blocks are gone at once. -> how many. `CloseArena` comes when the last pin or hold on them goes; a uid is
-        not opened again after that."""
+        """Deleted: its blocks are gone at once. -> how many. `CloseArena` comes when the last pin or hold on them goes; a uid
+        is not opened again after that."""
         space = self.spaces.get(uid)
         if space is None:
             return 0
@@ -106,7 +106,7 @@ class BlockTable(Copies):
         space = self.spaces.get(uid)
         return space.spec if space is not None else None
 
-    def set_blocked(self, uid: NamespaceUid, blocked: bool) -> None:  # noqa: FBT001
+    def set_blocked(self, uid: NamespaceUid, blocked: bool) -> None:
         """While blocked nothing is served or taken (removals are being caught up): the same as an unknown namespace."""
         self.spaces[uid].blocked = blocked
 
@@ -114,60 +114,15 @@ class BlockTable(Copies):
         space = self.spaces.get(uid)
         return space is not None and space.blocked
 
-    def _serving(self, uid: NamespaceUid) -> Space:
-        space = self.spaces.get(uid)
-        if space is None or space.blocked:
-            raise NamespaceNotFound(f"namespace {uid.hex()} is {'catching up with removals' if space else 'not known'} on this worker")
-        return space
-
-    # --- recency --------------------------------------------------------------------------------------------------------
-
-    def _tick_for(self, space: Space, batch: KeyBatch) -> int:
-        """The tick of a batch: a new one, or, for the continuation of a chain used just now, that one's: however a chain is cut into
-        batches its order is depth. A continuation of a chain not used lately refreshes what is above it (a prefix gets no hole)."""
-        above = None
-        if batch.chained and batch.depth and batch.keys:
-            above = space.blocks.get(batch.parent + batch.keys[HASH_BYTES:KEY_BYTES])
-        if above is None:
-            self._tick += 1
-            return self._tick
-        tick = self._dram_policy.tick_of(above)
-        if above.ssd_copy is not None and self._ssd_policy is not None:
-            tick = max(tick, self._ssd_policy.tick_of(above.ssd_copy))
-        if tick and self._tick - tick < TICKS_RECENT:
-            return tick
-        self._tick += 1
-        chain: list[Block | None] = [above]
-        shard = above.key[HASH_BYTES:]
-        while above.depth and len(chain) < ANCESTORS_MAX:
-            parent = space.blocks.get(above.parent + shard)
-            if parent is None or parent.depth >= above.depth:
-                break
-            chain.append(parent)
-            above = parent
-        chain.reverse()
-        self._touch(chain, self._tick, above.depth)
-        return self._tick
-
-    def _touch(self, blocks: Sequence[Block | None], tick: int, rank: int) -> None:
-        """Blocks of one batch in chain order (None: a gap) were used; the first has this rank."""
-        self._dram_policy.touch(blocks, tick, rank)
-        if self._ssd_policy is not None:
-            self._ssd_policy.touch([b.ssd_copy if b is not None else None for b in blocks], tick, rank)
-            dirty = self._dirty
-            for block in reversed(blocks):
-                if block is not None and block.dirty and block in dirty:
-                    dirty.move_to_end(block)
-
     # --- put ------------------------------------------------------------------------------------------------------------
 
     def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, now_ms: int) -> Reserved:
-        """Slots for the blocks of a put, [n] each; blocks become visible by `commit`. Evicts others for it, never blocks of its own
-        chain that are above, nor pinned or held ones. Where there is too little room the head is stored, the tail is FULL.
+        """Slots for the blocks of a put, [n] each; blocks become visible by `commit`. Evicts others for it, never blocks of its
+        own chain that are above, nor pinned or held ones. Where there is too little room the head is stored, the tail is FULL.
 
         ALREADY: live here, or the second of two equal keys in this batch. Two puts of one key at a time both get RESERVED.
-        REJECTED: a size that the namespace does not have. Raises NamespaceNotFound (also while the namespace is blocked), ValueError
-        when sizes are not n."""
+        REJECTED: a size that the namespace does not have. Raises NamespaceNotFound (also while the namespace is blocked),
+        ValueError when sizes are not n."""
         del now_ms
         space = self._serving(batch.namespace)
         keys = split_keys(batch.keys)
@@ -219,8 +174,17 @@ class BlockTable(Copies):
         counters["rejected"] += codes.count(REJECTED)
         return Reserved(codes, blocks, must_wait)
 
-    def _place_fresh(self, space: Space, fresh: list[Block], there: list[Block | None], codes: bytearray, *, tick: int, depth: int,
-                     chained: bool) -> bool:  # fmt: skip
+    def _place_fresh(
+        self,
+        space: Space,
+        fresh: list[Block],
+        there: list[Block | None],
+        codes: bytearray,
+        *,
+        tick: int,
+        depth: int,
+        chained: bool,
+    ) -> bool:
         """Gives slots to new blocks, in order, runs of one size at a time. -> must_wait."""
         waiting: list[Entry] = []
         short = False
@@ -246,13 +210,15 @@ class BlockTable(Copies):
         return short and (bool(waiting) or self.n_demoting > 0)
 
     def _take_own_tail(self, space: Space, run: list[Block], there: list[Block | None], codes: bytearray, depth: int) -> bool:
-        """The rest of a run gets the slots of deeper blocks of the same batch: a head without its tail is worth something, a tail
-        without its head is not. -> whether all of the run got one."""
+        """The rest of a run gets the slots of deeper blocks of the same batch: a head without its tail is worth something, a
+        tail without its head is not. -> whether all of the run got one."""
         deepest = len(there) - 1
         for block in run:
             while deepest > block.rank - depth:
                 old, deepest = there[deepest], deepest - 1
-                if old is None or old.group is not block.group or old.dram is None or self._may_leave_dram(old).value != 1:
+                if old is None or old.group is not block.group or old.dram is None:
+                    continue
+                if self._may_leave_dram(old) is not Leave.YES:
                     continue
                 codes[deepest + 1] = FULL if old.ssd is None else ALREADY
                 self._evict_dram(old)
@@ -266,8 +232,9 @@ class BlockTable(Copies):
         return True
 
     def commit(self, blocks: Sequence[Block | None], sums: Sequence[bytes], *, now_ms: int) -> bytes:
-        """The bytes of reserved blocks are in their slots: visible from here. `sums[i]`: packed u64 chunk sums of block i. -> BlockCode
-        [n]: STORED, ALREADY (another put of the key was first; the slot is free again), FULL (removed meanwhile, or None given)."""
+        """The bytes of reserved blocks are in their slots: visible from here. `sums[i]`: packed u64 chunk sums of block i. ->
+        BlockCode [n]: STORED, ALREADY (another put of the key was first; the slot is free again), FULL (the key was removed
+        meanwhile, or None given)."""
         del now_ms
         totals = [block_sum(packed) if block is not None else 0 for block, packed in zip(blocks, sums, strict=True)]
         codes = bytearray([FULL]) * len(blocks)
@@ -303,12 +270,13 @@ class BlockTable(Copies):
         for tick, group in ordered.items():
             if self._tick - tick >= TICKS_RECENT:  # a put that took long
                 self._tick += 1
-                tick = self._tick  # noqa: PLW2901
+                tick = self._tick
             self._dram_policy.add(group, tick, [block.rank for block in group])
             if with_ssd:
                 for block in reversed(group):
                     self._make_dirty(block)
         self.counters["stored"] += codes.count(STORED)
+        self.stored_bytes += sum(block.size for group in ordered.values() for block in group)
         return bytes(codes)
 
     def abort(self, blocks: Iterable[Block | None]) -> None:
@@ -328,8 +296,8 @@ class BlockTable(Copies):
     # --- get ------------------------------------------------------------------------------------------------------------
 
     def pin(self, batch: KeyBatch, *, now_ms: int, hold_id: int = 0, touch: bool = True, first_miss: bool = True) -> Pinned:
-        """Pins the blocks that are here for a transfer: none of their copies is freed before `unpin`. first_miss: stop at the first
-        that is not here. hold_id: the reader's hold; when that has ended a miss is `expired`. touch: this is a use."""
+        """Pins the blocks that are here for a transfer: none of their copies is freed before `unpin`. first_miss: stop at the
+        first that is not here. hold_id: the reader's hold; when that has ended a miss is `expired`. touch: this is a use."""
         del now_ms
         space = self._serving(batch.namespace)
         keys = split_keys(batch.keys)
@@ -357,23 +325,6 @@ class BlockTable(Copies):
             self.counters["hits_ssd"] += n_ssd
         return Pinned(blocks, causes)
 
-    def _miss(self, space: Space, key: Key, hold_id: int = 0) -> MissCause:
-        cause = self._gone.why(space.causes, key)
-        if hold_id and cause is MissCause.EVICTED and not self._holds.alive(hold_id):
-            cause = MissCause.EXPIRED
-        space.misses[cause] += 1
-        self.counters["misses"] += 1
-        return cause
-
-    def unpin(self, blocks: Iterable[Block | None]) -> None:
-        """Ends transfers, once a pin (None is skipped)."""
-        for block in blocks:
-            if block is not None:
-                assert block.pins > 0, "unpinned more often than pinned"
-                block.pins -= 1
-                if block.on_idle:
-                    self._settle(block)
-
     def place(self, block: Block) -> tuple[int, int, int]:
         """Of a pinned or held block in DRAM: (offset in its arena, index of its generation word, that word now)."""
         assert block.dram is not None
@@ -390,128 +341,11 @@ class BlockTable(Copies):
             self._touch(found, self._tick_for(space, batch), batch.depth)
         return bytes(block.tiers if block is not None else 0 for block in found)
 
-    # --- holds ----------------------------------------------------------------------------------------------------------
-
-    def hold(self, batch: KeyBatch, *, ttl_ms: int, now_ms: int, owner: int, view: bool, first_miss: bool = True) -> Held:
-        """Promises that these blocks stay readable for `ttl_ms` (at most the limit). view: the DRAM copies themselves stay in place
-        until released, also past their time (quarantine), so a view needs an owner. owner: the connection whose end ends it, 0: none.
-
-        A block in both tiers is held in DRAM, or on SSD where too much of DRAM is held. See `Held`."""
-        space = self._serving(batch.namespace)
-        n = len(batch)
-        codes = bytearray([LATER]) * n
-        found: list[Block | None] = [None] * n
-        if self._holds.full():
-            return Held(HoldId(0), 0, bytearray([FULL]) * n)
-        protects: list[tuple[Block, Tiers]] = []
-        count = -1
-        for i, key in enumerate(split_keys(batch.keys)):
-            block = space.blocks.get(key)
-            if block is None:
-                codes[i] = miss_code(self._miss(space, key))
-            else:
-                tier = self._protect(block, view=view)
-                if tier is None:
-                    codes[i] = FULL
-                else:
-                    codes[i] = HELD
-                    found[i] = block
-                    protects.append((block, tier))
-                    continue
-            count = i if count < 0 else count
-            if first_miss:
-                break
-        if not protects:
-            return Held(HoldId(0), 0, codes)
-        self._touch(found, self._tick_for(space, batch), batch.depth)
-        return Held(self._add_hold(protects, ttl_ms, now_ms, owner=owner, view=view), n if count < 0 else count, codes)
-
-    def hold_blocks(self, blocks: Sequence[Block], *, ttl_ms: int, now_ms: int, owner: int) -> tuple[HoldId, int]:
-        """Holds the DRAM copies of blocks that are pinned already. -> (hold id or 0, how many leading ones are held)."""
-        protects: list[tuple[Block, Tiers]] = []
-        if not self._holds.full():
-            for block in blocks:
-                if not block.live or self._protect(block, view=True) is None:
-                    break
-                protects.append((block, DRAM))
-        if not protects:
-            return HoldId(0), 0
-        return self._add_hold(protects, ttl_ms, now_ms, owner=owner, view=False), len(protects)
-
-    def _add_hold(self, protects: list[tuple[Block, Tiers]], ttl_ms: int, now_ms: int, *, owner: int, view: bool) -> HoldId:
-        assert owner or not view, "a view needs an owner"
-        n_bytes = sum(block.size for block, _ in protects)
-        deadline_ms = now_ms + min(max(0, ttl_ms), self.limits.hold_ttl_ms_max)
-        self.counters["holds"] += 1
-        return self._holds.add(protects, owner=owner, view=view, deadline_ms=deadline_ms, n_bytes=n_bytes).hold_id
-
-    def _protect(self, block: Block, *, view: bool) -> Tiers | None:
-        """Counts one hold on the copy that will stay; None: none may."""
-        held, size = self.held_bytes, block.size
-        if block.dram is not None:
-            if block.held_dram:
-                block.held_dram += 1
-                return DRAM
-            if held[DRAM] + size <= self.dram.capacity_bytes * self.limits.held_fraction:
-                block.held_dram = 1
-                held[DRAM] += size
-                return DRAM
-        if block.ssd is not None and not view and self.ssd is not None:
-            if block.held_ssd:
-                block.held_ssd += 1
-                return SSD
-            if held[SSD] + size <= self.ssd.capacity_bytes * self.limits.held_fraction:
-                block.held_ssd = 1
-                held[SSD] += size
-                return SSD
-        return None
-
-    def _let_go(self, hold: Hold) -> None:
-        for block, tier in hold.protects:
-            if tier is DRAM:
-                block.held_dram -= 1
-                idle = not block.held_dram
-            else:
-                block.held_ssd -= 1
-                idle = not block.held_ssd
-            if idle:
-                self.held_bytes[tier] -= block.size
-                if block.on_idle:
-                    self._settle(block)
-
-    def renew(self, ids: Sequence[int], ttl_ms: int, now_ms: int) -> bytes:
-        """u8 [n]: 1 where the hold lives (and ends at the earliest in `ttl_ms` now), 0 where it is gone."""
-        deadline_ms = now_ms + min(max(0, ttl_ms), self.limits.hold_ttl_ms_max)
-        return bytes(self._holds.renew(i, deadline_ms=deadline_ms) for i in ids)
-
-    def release(self, ids: Iterable[int]) -> None:
-        """Ends holds; unknown ones are skipped."""
-        for hold_id in ids:
-            hold = self._holds.drop(hold_id)
-            if hold is not None:
-                self._let_go(hold)
-
-    def release_owner(self, owner: int) -> None:
-        """The connection is closed: its holds end, overdue views too."""
-        self.release(self._holds.of_owner(owner))
-
-    def expire(self, now_ms: int) -> list[int]:
-        """Ends the holds whose time is up. Overdue views stay (their readers may still look) within the quarantine's cap. -> owners past
-        it: their connections must be dropped, then `release_owner`. Call some times a second."""
-        for hold in self._holds.due(now_ms):
-            self.counters["holds_expired"] += 1
-            self.release([hold.hold_id])
-        return self._holds.too_long_overdue(int(self.dram.capacity_bytes * self.limits.quarantine_fraction))
-
-    @property
-    def n_holds(self) -> int:
-        return len(self._holds)
-
     # --- removal --------------------------------------------------------------------------------------------------------
 
     def remove(self, batch: KeyBatch | tuple[NamespaceUid, bytes], *, cause: MissCause = MissCause.REMOVED) -> bytes:
-        """Invisible at once, puts under way of these keys too (their commit says FULL); slots are freed by the last user. Works on
-        blocked namespaces. u8 [n]: 1 where the key was here. Confirm to others only after `drain_actions` and its work."""
+        """Invisible at once, puts under way of these keys too (their commit says FULL); slots are freed by the last user. Works
+        on blocked namespaces. u8 [n]: 1 where the key was here. Confirm to others only after `drain_actions` and its work."""
         uid, packed = (batch.namespace, batch.keys) if isinstance(batch, KeyBatch) else batch
         space = self.spaces.get(uid)
         keys = split_keys(packed)
@@ -524,7 +358,7 @@ class BlockTable(Copies):
                 had[i] = 1
                 self._drop_live(block, cause)
             elif key in space.causes:
-                space.causes[key] = cause
+                space.causes[key] = (cause, space.causes[key][1])
         if space.reserved:
             named = set(keys)
             for block in space.reserved:
@@ -549,25 +383,27 @@ class BlockTable(Copies):
     # --- what there is --------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Iterator[tuple[NamespaceUid, bytes, bytes, bytes]]:
-        """The inventory: (uid, packed keys, tiers u8 [n], sizes u32 little-endian [n]) in parts. Calling it takes the list of blocks
-        (under the lock); the parts may be made later, they show each block as it is by then (what changed was reported)."""
+        """The inventory: (uid, packed keys, tiers u8 [n], sizes u32 little-endian [n]) in parts. Calling it takes the list of
+        blocks (under the lock); the parts may be made later, they show each block as it is by then (changes were reported)."""
         lists = [(uid, list(space.blocks.values())) for uid, space in self.spaces.items()]
         return _parts(lists)
 
     def gauges(self) -> dict[str, int]:
         """Present values, beside `counters`."""
         return {
-            "dram_used_bytes": self.dram.used_bytes, "dram_blocks": self.dram.n_blocks, "dram_capacity_bytes": self.dram.capacity_bytes,
-            "ssd_used_bytes": self.ssd.used_bytes if self.ssd else 0, "ssd_blocks": self.ssd.n_blocks if self.ssd else 0,
-            "ssd_capacity_bytes": self.ssd.capacity_bytes if self.ssd else 0, "held_dram_bytes": self.held_bytes[DRAM],
-            "held_ssd_bytes": self.held_bytes[SSD], "holds": len(self._holds), "quarantined_bytes": self._holds.overdue_bytes,
-            "dirty_bytes": self.dirty_bytes, "demoting": self.n_demoting, "gone_keys": len(self._gone),
-            "reserved": sum(len(s.reserved) for s in self.spaces.values()) + sum(len(s.reserved) for s in self._closing.values()),
+            "held_dram_bytes": self.held_bytes[DRAM], "held_ssd_bytes": self.held_bytes[SSD], "holds": len(self._holds),
+            "quarantined_bytes": self._holds.overdue_bytes, "dirty_bytes": self.dirty_bytes, "demoting": self.n_demoting,
+            "gone_keys": len(self._gone),
+            "reserved": sum(len(space.reserved) for space in [*self.spaces.values(), *self._closing.values()]),
         }  # fmt: skip
 
-    def misses(self) -> dict[NamespaceUid, dict[MissCause, int]]:
-        """Misses since the start by namespace and cause."""
-        return {uid: dict(space.misses) for uid, space in self.spaces.items()}
+    def misses(self) -> list[tuple[NamespaceUid, str, MissCause, int]]:
+        """Misses since the start: (namespace, tier that had the last copy or "none", cause, count)."""
+        return [
+            (uid, tier.value if tier is not None else "none", cause, n)
+            for uid, space in self.spaces.items()
+            for (cause, tier), n in space.misses.items()
+        ]
 
     def check(self) -> None:
         """Asserts every invariant (tests). O(everything)."""
@@ -577,11 +413,23 @@ class BlockTable(Copies):
         self._holds.check()
 
 
+def _report_nothing(uid: NamespaceUid, key: Key, tiers: int, cause: MissCause | None, size: int) -> None:
+    del uid, key, tiers, cause, size
+
+
+def _bump_nothing(arena: NamespaceUid, gen_index: int) -> None:
+    del arena, gen_index
+
+
+def _no_generation(arena: NamespaceUid, gen_index: int) -> int:
+    del arena, gen_index
+    return 0
+
+
 def _parts(lists: list[tuple[NamespaceUid, list[Block]]]) -> Iterator[tuple[NamespaceUid, bytes, bytes, bytes]]:
     for uid, blocks in lists:
         for start in range(0, len(blocks), SNAPSHOT_KEYS):
             part = [(b.key, b.tiers, b.size) for b in blocks[start : start + SNAPSHOT_KEYS] if b.live]
             if part:
                 sizes = np.array([size for _, _, size in part], dtype="<u4").tobytes()
-                yield uid, EMPTY.join(key for key, _, _ in part), bytes(tiers for _, tiers, _ in part), sizes
-
+                yield uid, b"".join(key for key, _, _ in part), bytes(tiers for _, tiers, _ in part), sizes

@@ -10,12 +10,16 @@ from typing import Final
 
 import xxhash
 
-from kvpool.core.types import Key, MissCause
+from kvpool.core.types import Key, MissCause, Tier
 
 FILTER_BITS: Final = 23  # 1 MiB: a million forgotten keys make 2 % of the never stored ones `unknown`
 FILTER_HASHES: Final = 4
 
-Causes = dict[Key, MissCause]
+Why = tuple[MissCause, Tier | None]  # the cause, and the tier that had the last copy
+Causes = dict[Key, Why]
+
+NEVER: Final[Why] = (MissCause.NEVER_STORED, None)
+UNKNOWN: Final[Why] = (MissCause.UNKNOWN, None)
 
 
 class Gone:
@@ -26,22 +30,22 @@ class Gone:
         self._ring: deque[tuple[Causes, Key]] = deque()  # may name keys that came back: then they are forgotten early
         self._forgotten = bytearray()  # Bloom filter (CACM 1970), made when first needed
 
-    def remember(self, causes: Causes, key: Key, cause: MissCause) -> None:
-        """The key is gone for this cause."""
+    def remember(self, causes: Causes, key: Key, why: Why) -> None:
+        """The key is gone for this reason."""
         if key not in causes:
             self._ring.append((causes, key))
-        causes[key] = cause
+        causes[key] = why
         while len(self._ring) > self.keys_max:
             old_causes, old_key = self._ring.popleft()
             if old_causes.pop(old_key, None) is not None:
                 self._forget(old_key)
 
-    def why(self, causes: Causes, key: Key) -> MissCause:
-        """Why this key is not here: its cause, NEVER_STORED, or UNKNOWN when that is no longer remembered."""
-        cause = causes.get(key)
-        if cause is not None:
-            return cause
-        return MissCause.UNKNOWN if self._forgotten and self._may_be_forgotten(key) else MissCause.NEVER_STORED
+    def why(self, causes: Causes, key: Key) -> Why:
+        """Why this key is not here: its reason, NEVER, or UNKNOWN when that is no longer remembered."""
+        why = causes.get(key)
+        if why is not None:
+            return why
+        return UNKNOWN if self._forgotten and self._may_be_forgotten(key) else NEVER
 
     def _forget(self, key: Key) -> None:
         if not self._forgotten:

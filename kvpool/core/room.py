@@ -3,8 +3,8 @@
 Owns: the search for victims, in the same size class or by emptying a whole extent of another. Does not own: the order
 (`policy.eviction`), what eviction of a block means (`copies`).
 
-Within a class: coldest first, slot for slot. Across classes bytes change hands an extent at a time; that is done when the asking
-class has nothing to give up, or its coldest is much younger than the other's (memcached's slab rebalancing by tail age).
+Within a class: coldest first, slot for slot. Across classes bytes change hands an extent at a time; that is done when the
+asking class has nothing to give up, or its coldest is much younger than the other's (memcached's slab rebalancing by tail age).
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Leave(Enum):
 class Room:
     """Evicts from one tier. `may_leave`, `evict` and `slot_of` are the owner's; `evict` frees the entry's slot at once."""
 
-    def __init__(self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry], Leave],
-                 evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot]) -> None:  # fmt: skip
+    def __init__(
+        self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry], Leave],
+        evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot],
+    ) -> None:  # fmt: skip
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._park, self._slot_of = may_leave, evict, park, slot_of
         self._turn = 0
@@ -46,8 +48,9 @@ class Room:
     def make(self, group: Group, need: int, *, now: int, spare_tick: int) -> tuple[int, list[Entry]]:
         """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
 
-        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone. Evicted may be
-        more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was evicted."""
+        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone. Evicted may
+        be more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was
+        evicted."""
         donor = self._older_donor(group, now)
         looks = [EXTENTS_MAX]
         dirty: list[Entry] = []
@@ -116,8 +119,9 @@ class Room:
         return best
 
     def _empty_extent(self, donor: Group, dirty: list[Entry], spare_tick: int, looks: list[int]) -> int:
-        """Evicts every block of one extent of the donor: the one with most of its coldest blocks, else any that has no busy one.
-        -> how many; 0: none could be emptied; `dirty` then has what to write down so that one can. `looks[0]` counts down."""
+        """Evicts every block of one extent of the donor: the one with most of its coldest blocks, else any that has no busy
+        one. -> how many; 0: none could be emptied; `dirty` then has what to write down so that one can. `looks[0]` counts
+        down."""
         arena, slot_bytes = donor.key
         extents = {extent.number: extent for extent in self._slots.extents_of(arena, slot_bytes)}
         tally = Counter(self._slots.extent_of(self._slot_of(entry)).number for entry in self._policy.coldest(donor, COLDEST_MAX))

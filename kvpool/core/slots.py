@@ -6,19 +6,20 @@ is evicted (`blocks`), memory and files (`worker.tiers`). Pure: what the shell m
     budget (capacity_bytes) ── bytes are handed to extents of any arena and class, in whole slots
 
     arena of a namespace     position 0          position 1          position 2 ...     (virtual, sparse; stride_bytes apart)
-                             ┌──┬──┬──┬──┬──┐    ┌─────┬─────┬───┐   (a slot over stride_bytes: its own extent, several positions)
-                             │s0│s1│s2│s3│s4│    │ s0  │ s1  │   │
+                             ┌──┬──┬──┬──┬──┐    ┌─────┬─────┬───┐   (a slot over stride_bytes: its own extent, several
+                             positions) │s0│s1│s2│s3│s4│    │ s0  │ s1  │   │
                              └──┴──┴──┴──┴──┘    └─────┴─────┴───┘
                              extent, class 12 KiB  extent, class 20 KiB
 
 A slot number is extent number << 32 | index. Extents never move. An extent whose slots are all free stays with its class as a
-spare until another class needs its bytes. Slab allocation after Bonwick (USENIX 1994), pages handed between classes as memcached does.
+spare until another class needs its bytes. Slab allocation after Bonwick (USENIX 1994); classes share pages as in memcached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NewType
 
 from kvpool.core.types import PAGE_BYTES, NamespaceUid
@@ -35,6 +36,10 @@ RUN_SEARCH_EXTENTS: Final = 8  # extents looked at for one unbroken run before t
 INDEX_BITS: Final = 32
 INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 _FREE, _USED = b"\x01", b"\x00"
+
+
+def _no_overhead(_: int) -> int:
+    return 0
 
 
 def size_class(size: int) -> int:
@@ -79,7 +84,8 @@ SlabAction = PopulateExtent | PunchExtent | CloseArena
 
 
 class Extent:
-    """`n_slots` slots of `slot_bytes` at `position` of `arena`. `owners[i]`: what the caller stored in slot i, None when free."""
+    """`n_slots` slots of `slot_bytes` at `position` of `arena`. `owners[i]`: what the caller stored in slot i, None when
+    free."""
 
     __slots__ = ("arena", "free_map", "n_free", "n_positions", "n_slots", "number", "owners", "position", "slot_bytes")
 
@@ -123,8 +129,8 @@ class SlabAllocator:
     """Slots of one tier within `capacity_bytes`. Not thread-safe: the owner's lock guards it.
 
     align: slot sizes are rounded up to it (SSD: 4096 for direct I/O; DRAM: 1, so that N * block_bytes hold N blocks).
-    overhead_bytes: bytes that an extent of n slots costs beside its slots (SSD: header and record table); counted in the budget.
-    grow: extents may get more slots later (memory can, a file with a fixed record table cannot).
+    overhead_bytes: bytes that an extent of n slots costs beside its slots (SSD: header and record table); counted in the
+    budget. grow: extents may get more slots later (memory can, a file with a fixed record table cannot).
     """
 
     def __init__(self, *, capacity_bytes: int, extent_bytes: int | None = None, align: int = 1,
@@ -140,9 +146,10 @@ class SlabAllocator:
         self.gen_words = self.positions * self.slots_per_position  # generation words of each arena
         self.used_bytes = 0  # in slots that are allocated
         self.n_blocks = 0
+        self.no_place = False  # the last `allocate` fell short for want of a place in the arena: eviction would not help
         self.extent_bytes_total = 0  # budget handed out, overhead included
         self._align, self._grow = align, grow
-        self._overhead = overhead_bytes or (lambda n_slots: 0)
+        self._overhead = overhead_bytes or _no_overhead
         self._arenas: dict[NamespaceUid, _Arena] = {}
         self._extents: dict[int, Extent] = {}
         self._spares: dict[int, Extent] = {}  # empty extents, oldest first
@@ -198,6 +205,7 @@ class SlabAllocator:
         if of_class is None:
             of_class = home.classes[slot_bytes] = _Class()
         slots: list[Slot] = []
+        self.no_place = False
         while len(slots) < n:
             if not of_class.with_free and not self._add_extent(arena, home, of_class, slot_bytes, n - len(slots)):
                 break
@@ -276,6 +284,11 @@ class SlabAllocator:
         position = extent.position
         return extent.arena, position * self.stride_bytes + index * extent.slot_bytes, position * self.slots_per_position + index
 
+    def slot_bytes_at(self, slot: Slot) -> int:
+        """Bytes of this slot, 0: there is no such extent."""
+        extent = self._extents.get(slot >> INDEX_BITS)
+        return extent.slot_bytes if extent is not None else 0
+
     def extent_of(self, slot: Slot) -> Extent:
         """The extent that has this slot. To be read only."""
         return self._extents[slot >> INDEX_BITS]
@@ -304,7 +317,7 @@ class SlabAllocator:
         return max(0, n)
 
     def _add_extent(self, arena: NamespaceUid, home: _Arena, of_class: _Class, slot_bytes: int, wanted: int) -> bool:
-        """Grows the class by a new extent, or by more slots for its partly filled one. Empty extents of others are taken first."""
+        """Grows the class by a new extent, or by more slots for its partly filled one. Takes empty extents of others."""
         full = min(self.slots_per_position, max(1, self.stride_bytes // slot_bytes))
         partial = of_class.partial
         n_max = full - partial.n_slots if partial is not None else full
@@ -320,6 +333,7 @@ class SlabAllocator:
             n_positions = -(-slot_bytes // self.stride_bytes)
             position = self._take_positions(home, n_positions)
             if position < 0:
+                self._give_up_spares(home)
                 return False
             extent = Extent(self._next_number, arena, slot_bytes, position, n_positions)
             self._next_number += 1
@@ -359,6 +373,12 @@ class SlabAllocator:
             del self._arenas[arena]
             self._actions.append(CloseArena(arena))
 
+    def _give_up_spares(self, home: _Arena) -> None:
+        """The arena's places are in pieces: those of its empty extents come back when they were punched."""
+        self.no_place = True
+        for extent in [spare for spare in self._spares.values() if self._arenas[spare.arena] is home]:
+            self._drop_extent(extent)
+
     def _take_positions(self, home: _Arena, count: int) -> int:
         """First position of `count` free ones in a row, -1: none."""
         for i, (start, free) in enumerate(home.free_positions):
@@ -380,6 +400,10 @@ class SlabAllocator:
             else:
                 merged.append((begin, count))
         home.free_positions = merged
+
+    @property
+    def has_actions(self) -> bool:
+        return bool(self._actions or self._cooling or self._handed_out)
 
     def drain_actions(self) -> list[SlabAction]:
         """What the shell must do, in order. One consumer: calling this says that all that was returned before has been done
@@ -415,7 +439,9 @@ class SlabAllocator:
         """Takes exactly this slot of an adopted extent. False: no such slot in this arena, too small for `size`, or in use."""
         extent = self._extents.get(slot >> INDEX_BITS)
         index = slot & INDEX_MASK
-        if extent is None or extent.arena != arena or size > extent.slot_bytes or index >= extent.n_slots or not extent.free_map[index]:
+        if extent is None or extent.arena != arena or size > extent.slot_bytes or index >= extent.n_slots:
+            return False
+        if not extent.free_map[index]:
             return False
         home = self._arenas[arena]
         self._mark(home.classes[extent.slot_bytes], extent, index, 1, [owner], [])
@@ -451,5 +477,5 @@ class SlabAllocator:
             assert home.n_used == per_arena[arena]
             assert sum(len(c.extents) for c in home.classes.values()) == len(seen.get(arena, []))
             ranges = sorted(seen.get(arena, []) + home.free_positions)
-            assert all(a + n <= b for (a, n), (b, _) in zip(ranges, ranges[1:], strict=False)), "places overlap"
+            assert all(a + n <= b for (a, n), (b, _) in pairwise(ranges)), "places overlap"
             assert not ranges or ranges[-1][0] + ranges[-1][1] <= self.positions

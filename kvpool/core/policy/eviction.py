@@ -112,8 +112,8 @@ class EvictionPolicy(Protocol):
 
 
 class Lru:
-    """Least recently used first; within one tick the deepest first. Equal to `lru()` of the offline study where every batch is a
-    whole chain. Parked entries cost nothing while they are parked, so a long-held cold block is looked at once."""
+    """Least recently used first; within one tick the deepest first. Equal to `lru()` of the offline study where every batch is
+    a whole chain. Parked entries cost nothing while they are parked, so a long-held cold block is looked at once."""
 
     def __init__(self) -> None:
         self._groups: dict[GroupKey, Group] = {}

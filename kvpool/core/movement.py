@@ -1,0 +1,234 @@
+"""Movement between the tiers of one worker: demotion, promotion, bad copies, adoption at start.
+
+Owns: the steps of each and what they do to a block's copies. Does not own: eviction and freeing (`copies`, the base class),
+when it is done and the I/O (`worker.mover`, the read path).
+
+    DRAM, dirty .............. clean_candidates -> ssd_reserve -> (write) -> ssd_done -> DRAM + SSD, clean
+    SSD only ................. promote_reserve -> (read) -> promote_done -> DRAM + SSD, clean
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvpool.core.block import DRAM, Block, SsdCopy
+from kvpool.core.copies import Copies
+from kvpool.core.slots import INDEX_MASK, Slot
+from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tier
+
+FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
+ADOPTED_PER_TICK: Final = 256
+BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
+
+
+class Movement(Copies):
+    """Demotion and promotion, on top of `Copies`."""
+
+    # --- demotion: DRAM -> SSD ------------------------------------------------------------------------------------------
+
+    def _wants_cleaning(self) -> bool:
+        """Whether a block should be written down now: somebody waits for one, or too much of DRAM is dirty. Not ahead of need
+        while that would only displace other copies of what is in DRAM (an SSD tier that is small beside it)."""
+        if self.ssd is None or not self.ssd_writable:
+            return False
+        if self._urgent:
+            return True
+        dirty_bytes = self.dirty_bytes - self._demoting_bytes
+        return (
+            bool(self._dirty)
+            and dirty_bytes > self.limits.low_watermark * self.dram.capacity_bytes
+            and self.dram.used_bytes - dirty_bytes < self.ssd.capacity_bytes // BOTH_OF_SSD
+            and self.stored_bytes >= self._ahead_from_bytes
+        )
+
+    @property
+    def has_actions(self) -> bool:
+        """Whether the mover has something to do: actions, or blocks to write down."""
+        return self._has_actions() or self._wants_cleaning()
+
+    def clean_candidates(self, max_bytes: int, *, now_ms: int) -> list[Block]:
+        """Dirty DRAM blocks to write down now, coldest first, at most `max_bytes` (or one block): those that somebody waits
+        for, and as many as bring the dirty bytes under the low watermark. Pinned: each must be ended by `ssd_done`, whatever
+        happens."""
+        del now_ms
+        found: list[Block] = []
+        taken = 0
+        while self._wants_cleaning():
+            block = next(iter(self._urgent or self._dirty))
+            if found and taken + block.size > max_bytes:
+                break
+            self._urgent.pop(block, None)
+            if block not in self._dirty:  # it is being written already, or was refused
+                continue
+            del self._dirty[block]
+            block.pins += 1
+            block.demoting = True
+            self.n_demoting += 1
+            self._demoting_bytes += block.size
+            taken += block.size
+            found.append(block)
+        return found
+
+    def ssd_reserve(self, block: Block) -> Slot | None:
+        """A slot for a block of `clean_candidates`, evicting from the SSD tier. Drain the actions before writing to it: it may
+        have to be erased first, its file to be made. None: no room, or the block is gone (`ssd_done(block, None,
+        ok=False)`)."""
+        assert block.demoting, "not a block of clean_candidates"
+        if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
+            return None
+        if block.size > self.ssd.largest_size():
+            return None
+        uid = block.space.uid
+        group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, block.size)))
+        owners = [SsdCopy(group, block)]
+        slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
+        while not slots:
+            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=-1)
+            if not evicted or self.ssd.no_place:
+                return None
+            slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
+        self._collect_ssd()
+        block.flight = slots[0]
+        return block.flight
+
+    def ssd_done(self, block: Block, slot: Slot | None, ok: bool) -> None:
+        """Ends a demotion. ok: the record is on disk, the block is clean now. Not ok with a slot: writing failed (tried once
+        more later, then the block may be dropped); without one: the tier has no room for it (may be dropped)."""
+        assert block.demoting and slot == block.flight, "not the demotion that is under way"
+        block.demoting, block.flight = False, None
+        self.n_demoting -= 1
+        self._demoting_bytes -= block.size
+        if slot is not None and ok and block.live and block.dirty and self.ssd is not None and self._ssd_policy is not None:
+            self._attach_ssd(block, slot)
+            self._undirty(block)
+            self.counters["demoted"] += 1
+            self._report(block.space.uid, block.key, block.tiers, None, block.size)
+        else:
+            if slot is not None:
+                self._free_ssd(slot)
+            if block.dirty:
+                self.counters["demote_failed"] += 1
+                block.failures += 1
+                block.refused = slot is None or block.failures >= FAILURES_MAX
+                if not block.refused:
+                    self._dirty[block] = None
+                    self._dirty.move_to_end(block, last=False)
+        self.unpin((block,))
+
+    def _attach_ssd(self, block: Block, slot: Slot) -> None:
+        assert self.ssd is not None and self._ssd_policy is not None
+        copy = self.ssd.extent_of(slot).owners[slot & INDEX_MASK]
+        assert isinstance(copy, SsdCopy) and copy.block is block
+        block.ssd, block.ssd_copy = slot, copy
+        tick = self._dram_policy.tick_of(block) or self._tick  # as recent as it is in DRAM
+        self._ssd_policy.add([copy], max(1, tick), [block.depth])
+
+    # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
+
+    def promote_reserve(self, block: Block) -> Slot | None:
+        """A DRAM slot for a pinned SSD block. Never waits: free room or clean victims only. None: no such room, it is in DRAM,
+        another promotion of it is under way, or it is gone. End it by `promote_done`; the block is pinned until then."""
+        if not block.live or block.dram is not None or block.ssd is None or block.promoting or block.ssd_copy is None:
+            return None
+        assert self._ssd_policy is not None
+        slots, _ = self._dram_slots([block], block.group, tick=self._ssd_policy.tick_of(block.ssd_copy))
+        if not slots:
+            return None
+        block.promoting, block.flight = True, slots[0]
+        block.pins += 1
+        return slots[0]
+
+    def promote_done(self, block: Block, slot: Slot, sums: bytes | None, ok: bool) -> None:
+        """Ends a promotion. ok: the bytes are in the slot and were checked; `sums`: their packed chunk sums."""
+        assert block.promoting and slot == block.flight, "not the promotion that is under way"
+        block.promoting, block.flight = False, None
+        if ok and block.live:
+            block.dram = slot
+            block.sums = sums if sums is not None else block.sums
+            tick = self._ssd_policy.tick_of(block.ssd_copy) if self._ssd_policy is not None and block.ssd_copy is not None else 0
+            self._dram_policy.add([block], max(1, tick or self._tick), [block.depth])
+            if block.ssd is None:
+                self._make_dirty(block)
+            self.counters["promoted"] += 1
+            self._report(block.space.uid, block.key, block.tiers, None, block.size)
+        else:
+            self._free_dram(slot)
+            self.counters["promote_failed"] += 1
+        self.unpin((block,))
+
+    # --- copies that turn out bad, tiers that come and go ---------------------------------------------------------------
+
+    def corrupt(self, block: Block, tier: Tier) -> None:
+        """The copy in this tier does not match its checksums: it is not served again. Without another copy the block is
+        gone."""
+        if self._lose_copy(block, tier, MissCause.CORRUPT):
+            self.counters["corrupt_dram" if tier is DRAM else "corrupt_ssd"] += 1
+
+    def drop_tier(self, tier: Tier) -> int:
+        """All copies in this tier are lost (its device failed for good). -> how many. Without another copy: WORKER_LOST."""
+        lost = 0
+        for space in self.spaces.values():
+            for block in list(space.blocks.values()):
+                lost += self._lose_copy(block, tier, MissCause.WORKER_LOST)
+        return lost
+
+    def _lose_copy(self, block: Block, tier: Tier, cause: MissCause) -> bool:
+        slot = block.dram if tier is DRAM else block.ssd
+        if not block.live or slot is None:
+            return False
+        if tier is DRAM:
+            block.dram = None
+            self._dram_policy.remove(block)
+            if block.dirty:
+                self._undirty(block)
+        else:
+            self._lose_ssd_entry(block)
+        if block.pins or (block.held_dram if tier is DRAM else block.held_ssd):
+            block.doomed = [*(block.doomed or ()), (tier, slot)]
+            block.on_idle = True
+        elif tier is DRAM:
+            self._free_dram(slot)
+        else:
+            self._free_ssd(slot)
+        if block.dram is None and block.ssd is None:
+            self._expel(block, cause, tier)
+        else:
+            if block.ssd is None and self.ssd is not None:
+                self._make_dirty(block)
+            self._report(block.space.uid, block.key, block.tiers, None, block.size)
+        return True
+
+    def adopt(
+        self,
+        uid: NamespaceUid,
+        key: Key,
+        size: int,
+        sum: int,
+        depth: int,
+        parent: bytes,
+        slot: Slot,
+        seq: int,  # noqa: A002
+    ) -> bool:
+        """Start of the SSD tier: the checked record in `slot` (of an extent taken by `ssd.adopt_extent`) becomes a block. Call
+        in order of `seq`, the oldest first. False, erase it: the namespace is not open here, the key is there already, its
+        size is not the namespace's, or the slot cannot be its."""
+        del seq
+        space = self.spaces.get(uid)
+        if space is None or self.ssd is None or self._ssd_policy is None or key in space.blocks or len(parent) != len(NO_PARENT):
+            return False
+        if not 1 <= size <= space.spec.block_bytes or not (space.spec.variable or size == space.spec.block_bytes):
+            return False
+        if self.counters["adopted"] % ADOPTED_PER_TICK == 0:
+            self._tick += 1
+        block = Block(space, key, size, self._dram_group(space, size), depth, parent, depth, self._tick)
+        slot_bytes = self.ssd.slot_bytes_at(slot)
+        copy = SsdCopy(self._ssd_policy.group((uid, slot_bytes)), block)
+        if not self.ssd.adopt(uid, slot, size=size, owner=copy):
+            return False
+        block.ssd, block.ssd_copy, block.sum, block.live = slot, copy, sum, True
+        space.blocks[key] = block
+        space.causes.pop(key, None)
+        self._ssd_policy.add([copy], self._tick, [depth])
+        self.counters["adopted"] += 1
+        self._report(uid, key, 2, None, size)
+        return True
