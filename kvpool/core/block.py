@@ -16,7 +16,7 @@ from kvpool.core.gone import Causes, Why
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import Entry, Group
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
-from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tier
+from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tiers
 
 GenerationOf = Callable[[NamespaceUid, int], int]
 Bump = Callable[[NamespaceUid, int], None]
@@ -88,7 +88,7 @@ class Block(Entry):
         self.failures = 0  # of writing it down
         self.flight: Slot | None = None  # where a demotion or promotion under way writes to
         self.on_idle = False  # something is to be done when the last pin or hold goes
-        self.doomed: list[tuple[Tier, Slot]] | None = None  # copies to free then
+        self.doomed: list[tuple[Tiers, Slot]] | None = None  # copies to free then
 
     @property
     def ns(self) -> NamespaceUid:
@@ -179,5 +179,5 @@ class SsdErase:
 
 
 Action = PopulateExtent | PunchExtent | CloseArena | SsdExtentCreated | SsdExtentDropped | SsdErase
-DRAM: Final = Tier.DRAM
-SSD: Final = Tier.SSD
+DRAM: Final = Tiers.DRAM
+SSD: Final = Tiers.SSD

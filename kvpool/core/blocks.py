@@ -397,10 +397,18 @@ class BlockTable(Holding):
             "reserved": sum(len(space.reserved) for space in [*self.spaces.values(), *self._closing.values()]),
         }  # fmt: skip
 
-    def misses(self) -> list[tuple[NamespaceUid, str, MissCause, int]]:
+    def misses(self) -> dict[NamespaceUid, dict[MissCause, int]]:
+        """Misses since the start by namespace and cause."""
+        found: dict[NamespaceUid, dict[MissCause, int]] = {}
+        for uid, _, cause, n in self.misses_by_tier():
+            of_space = found.setdefault(uid, {})
+            of_space[cause] = of_space.get(cause, 0) + n
+        return found
+
+    def misses_by_tier(self) -> list[tuple[NamespaceUid, str, MissCause, int]]:
         """Misses since the start: (namespace, tier that had the last copy or "none", cause, count)."""
         return [
-            (uid, tier.value if tier is not None else "none", cause, n)
+            (uid, "none" if tier is None else "dram" if tier is DRAM else "ssd", cause, n)
             for uid, space in self.spaces.items()
             for (cause, tier), n in space.misses.items()
         ]

@@ -34,7 +34,7 @@ from kvpool.core.gone import Gone
 from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
 from kvpool.core.room import Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
-from kvpool.core.types import MissCause, NamespaceUid, Tier
+from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
 RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, once it displaced copies of what is in DRAM
 
@@ -152,7 +152,7 @@ class Copies:
 
     # --- small steps ----------------------------------------------------------------------------------------------------
 
-    def _expel(self, block: Block, cause: MissCause, tier: Tier) -> None:
+    def _expel(self, block: Block, cause: MissCause, tier: Tiers) -> None:
         """A live block is not to be found any more. Its copies are the caller's (see `_release_copies`)."""
         space = block.space
         block.live = False

@@ -10,12 +10,12 @@ from typing import Final
 
 import xxhash
 
-from kvpool.core.types import Key, MissCause, Tier
+from kvpool.core.types import Key, MissCause, Tiers
 
 FILTER_BITS: Final = 23  # 1 MiB: a million forgotten keys make 2 % of the never stored ones `unknown`
 FILTER_HASHES: Final = 4
 
-Why = tuple[MissCause, Tier | None]  # the cause, and the tier that had the last copy
+Why = tuple[MissCause, Tiers | None]  # the cause, and the tier that had the last copy
 Causes = dict[Key, Why]
 
 NEVER: Final[Why] = (MissCause.NEVER_STORED, None)

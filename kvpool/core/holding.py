@@ -15,7 +15,7 @@ from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.movement import Movement
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.slots import SlabAllocator
-from kvpool.core.types import HASH_BYTES, KEY_BYTES, BlockCode, HoldId, Key, MissCause, NamespaceUid, Tier, miss_code
+from kvpool.core.types import HASH_BYTES, KEY_BYTES, BlockCode, HoldId, Key, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.errors import NamespaceNotFound
 
 TICKS_RECENT: Final = 256  # batches after which a chain's part counts as used at another time than its continuation
@@ -102,7 +102,7 @@ class Holding(Movement):
         found: list[Block | None] = [None] * n
         if self._holds.full():
             return Held(HoldId(0), 0, bytearray([FULL]) * n)
-        protects: list[tuple[Block, Tier]] = []
+        protects: list[tuple[Block, Tiers]] = []
         count = -1
         for i, key in enumerate(split_keys(batch.keys)):
             block = space.blocks.get(key)
@@ -125,28 +125,27 @@ class Holding(Movement):
         self._touch(found, self._tick_for(space, batch), batch.depth)
         return Held(self._add_hold(protects, ttl_ms, now_ms, owner=owner, view=view), n if count < 0 else count, codes)
 
-    def hold_pinned(self, blocks: Sequence[Block | None], *, ttl_ms: int, now_ms: int, owner: int) -> Held:
-        """Holds the DRAM copies of blocks that are pinned by the caller already (no use is counted). Codes [n]: HIT_SHARED
-        (held) or FULL (not held: too much is, or it is not in DRAM, or was removed since)."""
-        codes = bytearray([FULL]) * len(blocks)
-        protects: list[tuple[Block, Tier]] = []
-        for i, block in enumerate(blocks if not self._holds.full() else ()):
-            if block is not None and block.live and self._protect(block, view=True) is not None:
-                codes[i] = HELD
+    def hold_blocks(self, blocks: Sequence[Block], *, ttl_ms: int, now_ms: int, owner: int) -> tuple[HoldId, int]:
+        """Holds the DRAM copies of blocks that the caller has pinned (no use is counted). -> (hold id or 0, how many leading
+        ones are held: it ends where too much is held, or at a block that is not in DRAM or was removed since)."""
+        protects: list[tuple[Block, Tiers]] = []
+        if not self._holds.full():
+            for block in blocks:
+                if not block.live or self._protect(block, view=True) is None:
+                    break
                 protects.append((block, DRAM))
         if not protects:
-            return Held(HoldId(0), 0, codes)
-        count = next((i for i, code in enumerate(codes) if code != HELD), len(codes))
-        return Held(self._add_hold(protects, ttl_ms, now_ms, owner=owner, view=False), count, codes)
+            return HoldId(0), 0
+        return self._add_hold(protects, ttl_ms, now_ms, owner=owner, view=False), len(protects)
 
-    def _add_hold(self, protects: list[tuple[Block, Tier]], ttl_ms: int, now_ms: int, *, owner: int, view: bool) -> HoldId:
+    def _add_hold(self, protects: list[tuple[Block, Tiers]], ttl_ms: int, now_ms: int, *, owner: int, view: bool) -> HoldId:
         assert owner or not view, "a view needs an owner"
         n_bytes = sum(block.size for block, _ in protects)
         deadline_ms = now_ms + min(max(0, ttl_ms), self.limits.hold_ttl_ms_max)
         self.counters["holds"] += 1
         return self._holds.add(protects, owner=owner, view=view, deadline_ms=deadline_ms, n_bytes=n_bytes).hold_id
 
-    def _protect(self, block: Block, *, view: bool) -> Tier | None:
+    def _protect(self, block: Block, *, view: bool) -> Tiers | None:
         """Counts one hold on the copy that will stay; None: none may."""
         held, size = self.held_bytes, block.size
         if block.dram is not None:

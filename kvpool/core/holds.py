@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvpool.core.types import HoldId, Tier
+from kvpool.core.types import HoldId, Tiers
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block
@@ -28,7 +28,7 @@ class Hold:
     owner: int
     view: bool
     deadline_ms: int
-    protects: list[tuple[Block, Tier]]
+    protects: list[tuple[Block, Tiers]]
     n_bytes: int
     overdue: bool = False
 
@@ -57,7 +57,7 @@ class Holds:
     def get(self, hold_id: int) -> Hold | None:
         return self._by_id.get(HoldId(hold_id))
 
-    def add(self, protects: list[tuple[Block, Tier]], *, owner: int, view: bool, deadline_ms: int, n_bytes: int) -> Hold:
+    def add(self, protects: list[tuple[Block, Tiers]], *, owner: int, view: bool, deadline_ms: int, n_bytes: int) -> Hold:
         hold_id = HoldId(0)
         while not hold_id or hold_id in self._by_id:
             hold_id = HoldId(self._random.getrandbits(64))

@@ -14,7 +14,7 @@ from typing import Final
 from kvpool.core.block import DRAM, Block, SsdCopy
 from kvpool.core.copies import Copies
 from kvpool.core.slots import INDEX_MASK, Slot
-from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tier
+from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
@@ -158,13 +158,13 @@ class Movement(Copies):
 
     # --- copies that turn out bad, tiers that come and go ---------------------------------------------------------------
 
-    def corrupt(self, block: Block, tier: Tier) -> None:
+    def corrupt(self, block: Block, tier: Tiers) -> None:
         """The copy in this tier does not match its checksums: it is not served again. Without another copy the block is
         gone."""
         if self._lose_copy(block, tier, MissCause.CORRUPT):
             self.counters["corrupt_dram" if tier is DRAM else "corrupt_ssd"] += 1
 
-    def drop_tier(self, tier: Tier) -> int:
+    def drop_tier(self, tier: Tiers) -> int:
         """All copies in this tier are lost (its device failed for good). -> how many. Without another copy: WORKER_LOST."""
         lost = 0
         for space in self.spaces.values():
@@ -172,7 +172,7 @@ class Movement(Copies):
                 lost += self._lose_copy(block, tier, MissCause.WORKER_LOST)
         return lost
 
-    def _lose_copy(self, block: Block, tier: Tier, cause: MissCause) -> bool:
+    def _lose_copy(self, block: Block, tier: Tiers, cause: MissCause) -> bool:
         slot = block.dram if tier is DRAM else block.ssd
         if not block.live or slot is None:
             return False
@@ -199,16 +199,8 @@ class Movement(Copies):
         return True
 
     def adopt(
-        self,
-        uid: NamespaceUid,
-        key: Key,
-        size: int,
-        sum: int,
-        depth: int,
-        parent: bytes,
-        slot: Slot,
-        seq: int,  # noqa: A002
-    ) -> bool:
+        self, uid: NamespaceUid, key: Key, size: int, sum: int, depth: int, parent: bytes, slot: Slot, seq: int,  # noqa: A002
+    ) -> bool:  # fmt: skip
         """Start of the SSD tier: the checked record in `slot` (of an extent taken by `ssd.adopt_extent`) becomes a block. Call
         in order of `seq`, the oldest first. False, erase it: the namespace is not open here, the key is there already, its
         size is not the namespace's, or the slot cannot be its."""
