@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import grpc
 
+from kvpool.client.peers import COUNTED_TIMEOUT_MS
 from kvpool.core.fetch import CALL_MS, PROBE_MS, Breaker
 from kvpool.core.types import MissCause
 from kvpool.errors import DeadlineExceeded, InvalidArgument, MasterUnavailable
@@ -20,16 +21,17 @@ from kvpool.transport.rpc import error_of, open_channel
 from kvpool.v1 import master_pb2_grpc as service
 
 ADDRESSES_MAX: Final = 16
+AWAY_MS: Final = (200, 1000)  # for how long a master that did not answer is not asked by those who do not need it
 CLOSED: Final = "client: it is closed"
 
 
 class Pending:
     """An answer of the master that is on its way. Used by one thread."""
 
-    __slots__ = ("_future", "_master", "_until")
+    __slots__ = ("_counts", "_future", "_master", "_until")
 
-    def __init__(self, master: MasterLink, future: Any, until: float) -> None:
-        self._master, self._future, self._until = master, future, until
+    def __init__(self, master: MasterLink, future: Any, until: float, *, counts: bool) -> None:
+        self._master, self._future, self._until, self._counts = master, future, until, counts
 
     def result(self) -> Any:
         """The answer, or None when the master did not give one in time (it is then held to be away for a while)."""
@@ -40,7 +42,8 @@ class Pending:
             self._future.cancel()
             found = error_of(error) if isinstance(error, grpc.RpcError) else MasterUnavailable("no answer from the master")
             if isinstance(found, MasterUnavailable | DeadlineExceeded):
-                self._master.went_away()
+                if self._counts:
+                    self._master.went_away()
                 return None
             raise found from error
         self._master.is_there()
@@ -59,7 +62,7 @@ class MasterLink:
             raise InvalidArgument(f"master: {len(self.addresses)} addresses in {addresses!r}; allowed are 1..{ADDRESSES_MAX}")
         self._token = token
         self._lock = threading.Lock()
-        self._breaker = Breaker()
+        self._breaker = Breaker(failures_max=1, open_ms_min=AWAY_MS[0], open_ms_max=AWAY_MS[1])
         self._turn = 0
         self._channel: Any = None
         self._stub: Any = None
@@ -124,7 +127,7 @@ class MasterLink:
         except (grpc.RpcError, ValueError) as error:
             self._raise_closed(error)
             return None
-        return Pending(self, future, now + left)
+        return Pending(self, future, now + left, counts=left * 1e3 >= COUNTED_TIMEOUT_MS)
 
     def ask(self, method: str, request: Any, *, deadline: float) -> Any:
         """`begin` and its result: the answer, or None when the master is away."""

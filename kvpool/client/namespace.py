@@ -131,7 +131,7 @@ class Namespace:
         """Blocks until the pool has all of them or the time is up (then no error); leading blocks there now. Default 1 s."""
         batch = self._batch(hashes, shard)
         deadline = deadline_of(deadline_ms, CALL_MS)
-        keys = batch.split()
+        keys, known = batch.split(), 0
         while True:
             mirror = self._context.mirror
             if mirror is not None:
@@ -140,9 +140,10 @@ class Namespace:
                     return n
                 self._context.check()
             found = self._match_master(hashes, [shard], deadline)
+            known = known if found is None else found
             left = deadline - time.monotonic()
-            if found == len(hashes) or left <= 0:
-                return found or 0
+            if known == len(hashes) or left <= 0:
+                return known
             self._context.closing.wait(min(POLL_S, left))
             self._context.check()
 

@@ -214,15 +214,19 @@ OPEN_MS_MAX: Final = 8_000
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one peer: after FAILURES_MAX failures in a row calls stop asking it; after a while one call at a time probes it.
+    """Of one peer: after `failures_max` failures in a row calls stop asking it; after a pause one call at a time probes it.
 
     `cause`: of the last failure, what calls that do not even ask report. The pause doubles with every failed probe.
     """
 
+    failures_max: int = FAILURES_MAX
+    open_ms_min: int = OPEN_MS_MIN
+    open_ms_max: int = OPEN_MS_MAX
+
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
     cause: MissCause = MissCause.WORKER_LOST
-    open_ms: int = OPEN_MS_MIN
+    open_ms: int = 0  # the pause now
     retry_at_ms: float = 0.0
 
     def usable(self, now_ms: float) -> bool:
@@ -240,15 +244,17 @@ class Breaker:
     def succeeded(self) -> None:
         """The peer answered, whatever it said."""
         if self.failures:
-            self.state, self.failures, self.open_ms = BreakerState.CLOSED, 0, OPEN_MS_MIN
+            self.state, self.failures, self.open_ms = BreakerState.CLOSED, 0, 0
 
     def failed(self, now_ms: float, cause: MissCause) -> None:
         """The peer could not be reached, or did not answer in time."""
         self.failures += 1
         self.cause = cause
         if self.state is BreakerState.HALF_OPEN:
-            self.open_ms = min(2 * self.open_ms, OPEN_MS_MAX)
-        elif self.failures < FAILURES_MAX:
+            self.open_ms = min(2 * self.open_ms, self.open_ms_max)
+        elif self.failures < self.failures_max:
             return
+        else:
+            self.open_ms = max(self.open_ms, self.open_ms_min)
         self.state = BreakerState.OPEN
         self.retry_at_ms = now_ms + self.open_ms
