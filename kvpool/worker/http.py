@@ -48,7 +48,7 @@ def _tiers(node: Node) -> Iterator[Metric]:
         ("kvpool_tier_blocks", "blocks in the tier", "blocks"),
     ):
         yield Metric(name, Kind.GAUGE, text, ("tier",), {(t.tier,): getattr(t, field) for t in told})
-    in_use = {(t.tier,): float(t.state == "ok") for t in told}
+    in_use: dict[tuple[str, ...], float] = {(t.tier,): float(t.state == "ok") for t in told}
     yield Metric("kvpool_tier_ok", Kind.GAUGE, "1 while the tier is in use", ("tier",), in_use)
     events: dict[tuple[str, ...], float] = {("dram", event): n for event, n in node.dram.counters().items()}
     if node.ssd is not None:
@@ -60,16 +60,16 @@ def _tiers(node: Node) -> Iterator[Metric]:
 
 def _blocks(node: Node) -> Iterator[Metric]:
     with node.lock:
-        counters, gauges, misses = dict(node.table.counters), node.table.gauges(), node.table.misses()
+        counters, gauges, misses = dict(node.table.counters), node.table.gauges(), node.table.misses_by_tier()
         pending, troubles = node.reporter.n_pending, dict(node.read_troubles)
     names = {spec.uid: spec.name for spec in node.specs()}
     yield _events("kvpool_block_events", "what became of blocks", counters)
-    present = {(name,): float(n) for name, n in gauges.items()}
+    present: dict[tuple[str, ...], float] = {(name,): float(n) for name, n in gauges.items()}
     yield Metric("kvpool_blocks_now", Kind.GAUGE, "present values of the block table", ("what",), present)
     by_cause: dict[tuple[str, ...], float] = {
-        (names.get(uid, "?"), cause.value): n for uid, causes in misses.items() for cause, n in causes.items()
+        (names.get(uid, "?"), tier, cause.value): n for uid, tier, cause, n in misses
     }
-    yield Metric("kvpool_misses", Kind.COUNTER, "blocks asked for and not here", ("namespace", "cause"), by_cause)
+    yield Metric("kvpool_misses", Kind.COUNTER, "blocks asked for and not here", ("namespace", "tier", "cause"), by_cause)
     by_trouble: dict[tuple[str, ...], float] = {
         (names.get(uid, "?"), "ssd", trouble): n for (uid, trouble), n in troubles.items()
     }

@@ -66,8 +66,6 @@ class Node:
         self.staging = staging
         self.state = state
         self.listed = Listed()
-        self._seen_extent_bytes = 0
-        self._dirty_bytes_max = int(table.limits.low_watermark * table.dram.capacity_bytes)
         self.loading: dict[Block, threading.Event] = {}  # SSD reads under way, under the lock
         self.io_threads = io_threads
         self.mover: Mover | None = None
@@ -111,9 +109,7 @@ class Node:
 
     def after_decision(self) -> None:
         """At the end of every hold of the lock that may have changed something: wakes who has to carry it out."""
-        dram = self.table.dram
-        if dram.extent_bytes_total != self._seen_extent_bytes or self.table.dirty_bytes > self._dirty_bytes_max:
-            self._seen_extent_bytes = dram.extent_bytes_total
+        if self.table.has_actions:
             self.kick_mover()
         if self.reporter.n_pending:
             for call in self._record_calls:
@@ -243,7 +239,6 @@ class Node:
             self.table.close_namespace(uid)
             self._room_freed()
             self.after_decision()
-            self.kick_mover()
         self.state.forget_namespace(uid)  # what is left of it on disk is of an unknown namespace, and dropped at start
 
     def drop(self, batch: KeyBatch) -> bytes:
@@ -252,7 +247,6 @@ class Node:
             had = self.table.remove(batch, cause=MissCause.REMOVED)
             self._room_freed()
             self.after_decision()
-            self.kick_mover()
         return had
 
     def _remove_for_good(self, uid: NamespaceUid, keys: bytes | None) -> tuple[bytes, int]:
@@ -276,7 +270,6 @@ class Node:
                 n_removed = sum(codes)
             self._room_freed()
             self.after_decision()
-            self.kick_mover()
         try:
             if kept and self.ssd is not None and self.mover is not None:
                 deadline = time.monotonic() + SETTLE_S

@@ -6,7 +6,8 @@ Every answer repeats op and request id. A status other than OK has a reason as m
              "transports", "limits"}; UNAUTHENTICATED, VERSION (names both) and BUSY (connection limit) close afterwards
     PING     empty
     HOLD     CodesAnswer: HIT_SHARED, a miss or LATER per key; `number` the hold (0: none), `count` leading blocks held. With VIEW
-             it ends with the connection, without it lives by its time. The time is cut to the worker's limit
+             blocks on SSD are brought to DRAM first, and it ends with the connection; without it lives by its time. The time is
+             cut to the worker's limit
     RENEW    CodesAnswer: 1 alive and renewed, 0 gone
     RELEASE  empty CodesAnswer; with NO_REPLY nothing
     READ     `read_path`
@@ -138,14 +139,22 @@ def _hold(plane: DataPlane, connection: Connection, request: Request) -> None:
         connection.refuse(request, *spec)
         return
     is_view = bool(flags & Flag.VIEW)
-    with node.lock:
-        held = node.table.hold(
-            message.batch, ttl_ms=min(max(message.ttl_ms, 1), plane.hold_ttl_ms_max), now_ms=node.now_ms(),
-            owner=connection.owner if is_view else 0, view=is_view, first_miss=bool(flags & Flag.FIRST_MISS),
-        )  # fmt: skip
-        node.after_decision()
-    connection.has_holds = connection.has_holds or is_view
-    connection.answer(request, CodesAnswer(bytes(held.codes), number=held.hold_id, count=held.count).encode())
+
+    def hold() -> None:
+        with node.lock:
+            held = node.table.hold(
+                message.batch, ttl_ms=min(max(message.ttl_ms, 1), plane.hold_ttl_ms_max), now_ms=node.now_ms(),
+                owner=connection.owner if is_view else 0, view=is_view, first_miss=bool(flags & Flag.FIRST_MISS),
+            )  # fmt: skip
+            node.after_decision()
+        connection.has_holds = connection.has_holds or is_view
+        connection.answer(request, CodesAnswer(bytes(held.codes), number=held.hold_id, count=held.count).encode())
+
+    if not is_view or node.ssd is None:
+        hold()
+        return
+    connection.work = read_path.BringUp(plane, connection, request, spec, message.batch, hold)
+    connection.work.start()
 
 
 def _renew(plane: DataPlane, connection: Connection, request: Request) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvpool.worker.write_path import INLINE_BYTES
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
+    from kvpool.core.keys import KeyBatch
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.connection import Connection, Request
     from kvpool.worker.dataplane import DataPlane
@@ -329,6 +331,61 @@ class Read:
         for i in which:
             self.blocks[i] = None
         self.node.unpin(pinned)
+
+
+class BringUp:
+    """Copies the SSD blocks of a batch to DRAM, as far as there is room, then calls `then()`: a view needs its blocks there."""
+
+    def __init__(
+        self, plane: DataPlane, connection: Connection, request: Request, spec: NamespaceSpec, batch: KeyBatch,
+        then: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.node = plane.node
+        self.connection = connection
+        self.request = request
+        self.spec = spec
+        self.batch = batch
+        self.then = then
+        self.pinned: list[Block] = []
+        self._gone = False
+
+    def start(self) -> None:
+        with self.node.lock:
+            if Tiers.SSD not in self.node.table.tiers_of(self.batch, now_ms=self.node.now_ms(), touch=False):
+                cold = []
+            else:
+                found = self.node.table.pin(self.batch, now_ms=self.node.now_ms(), touch=False).blocks
+                self.pinned = [block for block in found if block is not None]
+                cold = [block for block in self.pinned if block.dram is None]
+        if cold:
+            self.node.submit(self._in_pool, cold)
+        else:
+            self._done()
+
+    def on_close(self) -> None:
+        self._gone = True
+
+    def _in_pool(self, cold: list[Block]) -> None:
+        try:
+            for block in cold:
+                if self._gone or time.monotonic() >= self.request.deadline:
+                    break
+                loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
+                if not isinstance(loaded, int):
+                    loaded.release()
+                    break  # no room: what follows could not be viewed anyway
+        except TierError as error:
+            self.node.count_read_trouble(self.spec.uid, error)
+        finally:
+            self.connection.loop.post(self._done)
+
+    def _done(self) -> None:
+        try:
+            if not self._gone:
+                self.then()  # pinned until it has held them
+        finally:
+            if self.pinned:
+                self.node.unpin(self.pinned)
 
 
 _CAUSES: Final = {Trouble.DAMAGED: MissCause.CORRUPT, Trouble.BUSY: MissCause.TIMEOUT, Trouble.STALLED: MissCause.TIMEOUT}

@@ -478,9 +478,8 @@ def test_no_common_version_names_both(worker: WorkerNode) -> None:
 
 @pytest.mark.parametrize("op", [Op.PING, Op.READ, Op.WRITE, Op.STAT])
 def test_nothing_comes_before_hello(worker: WorkerNode, op: Op) -> None:
-    with worker.tcp(greet=False) as client:
-        with pytest.raises(ConnectionError):
-            client.call(op)
+    with worker.tcp(greet=False) as client, pytest.raises(ConnectionError):
+        client.call(op)
     assert worker.plane.counters()["malformed"] == 1
 
 
@@ -541,7 +540,7 @@ def test_who_says_nothing_more_is_closed_in_time(make_worker: Callable[..., Work
         started = time.monotonic()
         assert client.sock.recv(1) == b""
         assert 0.2 < time.monotonic() - started < 1.5
-    assert worker.node.table.dram.n_blocks == 0
+    wait_until(lambda: worker.node.table.dram.n_blocks == 0)
 
 
 def test_the_probe_reads_over_the_data_plane_and_fails_when_that_has_stopped(worker: WorkerNode) -> None:
