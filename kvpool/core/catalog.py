@@ -53,13 +53,14 @@ class _Table:
 class Catalog:
     """Not thread-safe: the master's loop, or a mirror's lock, guards it."""
 
-    __slots__ = ("_interned", "_retired", "_sweep", "_tables")
+    __slots__ = ("_dropped", "_interned", "_retired", "_sweep", "_tables")
 
     def __init__(self) -> None:
         self._tables: dict[NamespaceUid, _Table] = {}
         self._interned: dict[Replicas, Replicas] = {}
         self._retired: set[Holder] = set()
         self._sweep: _Sweep | None = None
+        self._dropped: list[dict[Key, Replicas]] = []  # emptied by `purge`: giving a million keys back at once takes long
 
     # --- changes --------------------------------------------------------------------------------------------------------
 
@@ -137,6 +138,8 @@ class Catalog:
         if table is None:
             return 0
         n = self.count(uid)
+        if table.blocks:
+            self._dropped.append(table.blocks)
         self._tables[uid] = _Table(sized=table.sizes is not None)
         return n
 
@@ -150,8 +153,15 @@ class Catalog:
         self._retired.add(holder)
 
     def purge(self, max_keys: int) -> tuple[bool, list[tuple[NamespaceUid, Key]]]:
-        """Looks at up to `max_keys` keys for entries of retired holders. Returns whether there is more to do, and the keys
-        that nobody has any more."""
+        """Looks at up to `max_keys` keys for entries of retired holders, after it gave back as many that were dropped. Returns
+        whether there is more to do, and the keys that nobody has any more."""
+        if self._dropped:
+            dropped = self._dropped[-1]
+            for _ in range(min(max_keys, len(dropped))):
+                dropped.popitem()
+            if not dropped:
+                self._dropped.pop()
+            return self.retiring, []
         if self._sweep is None:
             if not self._retired:
                 return False, []
@@ -271,7 +281,7 @@ class Catalog:
     @property
     def retiring(self) -> bool:
         """True while `purge` has something to do."""
-        return bool(self._retired)
+        return bool(self._retired or self._dropped)
 
     @property
     def replicas(self) -> int:

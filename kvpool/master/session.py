@@ -192,6 +192,8 @@ class Sessions:
         if extra is None or change.retired:  # a new member, or a new incarnation of one
             extra = Extra()
         extra.http, extra.pid, extra.version = hello.http, hello.pid, hello.version
+        room = {"free_bytes": hello.info.free_bytes, "capacity_bytes": hello.info.capacity_bytes}
+        change += state.members.room(info.worker_id, **room)
         resumes = hello.last_epoch == state.epoch and extra.inbox.resume(hello.next_seq)
         if not resumes:
             extra.inbox.resume(0)

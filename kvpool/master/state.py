@@ -174,6 +174,7 @@ class MasterState:
             return
         del self.by_name[namespace.spec.name]
         self.catalog.drop_namespace(namespace.spec.uid)
+        self.purge_wanted.set()
         self.events.append(Emptied(namespace.spec.uid))
         log.info("event=namespace_deleted name=%r uid=%s", namespace.spec.name, namespace.spec.uid.hex())
 
@@ -343,6 +344,7 @@ class MasterState:
         uid = namespace.spec.uid
         if removal.everything:
             n = self.catalog.drop_all(uid)
+            self.purge_wanted.set()
             self.events.append(Emptied(uid))
             return bytearray(), n
         keys = split_keys(removal.keys)

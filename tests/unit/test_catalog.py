@@ -118,6 +118,19 @@ def test_drop_all_keeps_the_namespace_and_its_kind() -> None:
     assert catalog.value_bytes(OTHER, block_bytes=100) == 100
 
 
+def test_what_was_dropped_is_given_back_in_steps() -> None:
+    catalog = Catalog()
+    put(catalog, H1, *range(100))
+    catalog.drop_all(UID)
+    put(catalog, H1, 1)
+    assert catalog.replicas == 1 and catalog.match(UID, [key(1), key(2)]) == 1
+    steps = 0
+    while catalog.retiring:
+        assert catalog.purge(30)[1] == []
+        steps += 1
+    assert steps == 4 and catalog.match(UID, [key(1)]) == 1
+
+
 def test_a_snapshot_has_everything_in_bounded_chunks() -> None:
     catalog = Catalog()
     put(catalog, H1, *range(10))
