@@ -16,11 +16,19 @@ import grpc
 from kvpool.client.peers import COUNTED_TIMEOUT_MS
 from kvpool.core.fetch import CALL_MS, PROBE_MS, Breaker
 from kvpool.core.types import MissCause
-from kvpool.errors import DeadlineExceeded, InvalidArgument, MasterUnavailable
+from kvpool.errors import (
+    InvalidArgument,
+    MasterUnavailable,
+    NamespaceNotFound,
+    PermissionDenied,
+    Unauthenticated,
+    VersionMismatch,
+)
 from kvpool.transport.rpc import error_of, open_channel
 from kvpool.v1 import master_pb2_grpc as service
 
 ADDRESSES_MAX: Final = 16
+TO_BE_TOLD: Final = (NamespaceNotFound, Unauthenticated, PermissionDenied, InvalidArgument, VersionMismatch)
 AWAY_MS: Final = (200, 1000)  # for how long a master that did not answer is not asked by those who do not need it
 CLOSED: Final = "client: it is closed"
 
@@ -34,18 +42,19 @@ class Pending:
         self._master, self._future, self._until, self._counts = master, future, until, counts
 
     def result(self) -> Any:
-        """The answer, or None when the master did not give one in time (it is then held to be away for a while)."""
+        """The answer, or None when the master did not give one in time, or could not (it is then held to be away for a while).
+        Raises what the caller must know: a namespace that is gone, a token that is not good (any more), a bad argument."""
         try:
             # the call has its own timeout; this one is for a gRPC that does not keep it
             answer = self._future.result(timeout=max(self._until - time.monotonic(), 0) + 0.05)
         except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError) as error:
             self._future.cancel()
             found = error_of(error) if isinstance(error, grpc.RpcError) else MasterUnavailable("no answer from the master")
-            if isinstance(found, MasterUnavailable | DeadlineExceeded):
-                if self._counts:
-                    self._master.went_away()
-                return None
-            raise found from error
+            if isinstance(found, TO_BE_TOLD):
+                raise found from error
+            if self._counts:
+                self._master.went_away()
+            return None
         self._master.is_there()
         return answer
 

@@ -191,6 +191,11 @@ class Peers:
             try:
                 if left_ms <= 0:
                     raise LinkError(LinkCause.TIMEOUT, f"worker {peer.worker_id}: no time left to ask it")
+                if probing:  # a small question first: the call itself may be large, and then gets the whole time
+                    probe_until = now + left_ms / 1e3
+                    self.link_of(peer, deadline=probe_until).stat(deadline=probe_until)
+                    now = time.monotonic()
+                    left_ms = attempt_ms((deadline - now) * 1e3, alternatives=alternatives, probing=False)
                 until = now + left_ms / 1e3
                 answer = ask(self.link_of(peer, deadline=until), until)
             except LinkError as error:
