@@ -90,17 +90,8 @@ class WorkerState:
     # -- namespaces and removals ---------------------------------------------------------------------------------------
 
     def namespaces(self) -> list[NamespaceSpec]:
-        """All namespaces seen and not forgotten. Entries that cannot be read are dropped and counted."""
-        specs = []
-        for uid, raw in self._read(lambda txn: [(bytes(k), bytes(v)) for k, v in txn.cursor(db=self._namespaces)]):
-            spec = _spec_from(uid, raw)
-            if spec is None:
-                self.counters["bad_entries"] += 1
-                log.warning("state_entry_unusable namespace=%s", uid.hex())
-                self._write(lambda txn, uid=uid: txn.delete(uid, db=self._namespaces))  # type: ignore[misc]
-            else:
-                specs.append(spec)
-        return specs
+        """All namespaces seen and not forgotten."""
+        return self._read(lambda txn: [_spec_from(bytes(uid), bytes(raw)) for uid, raw in txn.cursor(db=self._namespaces)])
 
     def put_namespace(self, spec: NamespaceSpec) -> None:
         """Remembers a namespace, or its changed spec. Raises TierError FULL when the disk is."""
@@ -121,12 +112,12 @@ class WorkerState:
         """Up to which removal of a namespace has been applied; None: not known (nothing found at start may be
         served)."""
         raw = self._read(lambda txn: txn.get(uid, db=self._applied))
-        return None if raw is None or len(raw) != _SEQ.size else int(_SEQ.unpack(raw)[0])
+        return None if raw is None else _seq_from(uid, bytes(raw))
 
     def set_applied_seq(self, uid: NamespaceUid, seq: int) -> None:
         """Notes that removals up to `seq` are applied, durably. Call it after `SsdTier.sync`: to be behind is safe,
         ahead is not."""
-        self._write(lambda txn: txn.put(uid, _SEQ.pack(seq), db=self._applied))
+        self._write(lambda txn: txn.put(uid, _seq_bytes(uid, seq), db=self._applied))
 
     def close(self) -> None:
         """Lets the directory go. In a forked child it does nothing."""
@@ -197,17 +188,22 @@ class WorkerState:
         return WorkerId(made)
 
     def _open_index(self, path: Path, map_bytes: int) -> None:
+        """Opens the index, or a new one when it has anything that we did not write."""
         reason = _why_not(path)
-        if reason:
-            self._set_aside(path, reason)
+        if not reason:
+            try:
+                self._env, self._namespaces, self._applied = _open(path, map_bytes)
+                reason = _content_trouble(self._env, self._namespaces, self._applied)
+                if not reason:
+                    return
+                self._env.close()
+            except (lmdb.Error, OSError) as error:
+                reason = str(error)
+        self._set_aside(path, reason)
         try:
             self._env, self._namespaces, self._applied = _open(path, map_bytes)
         except (lmdb.Error, OSError) as error:
-            self._set_aside(path, str(error))
-            try:
-                self._env, self._namespaces, self._applied = _open(path, map_bytes)
-            except (lmdb.Error, OSError) as again:
-                raise ConfigError(f"data_dir: {path} cannot be used: {again}") from again
+            raise ConfigError(f"data_dir: {path} cannot be used: {error}") from error
 
     def _set_aside(self, path: Path, reason: str) -> None:
         """Only the latest bad one is kept, for whoever wants to look: bounded."""
@@ -283,26 +279,64 @@ def _child_trouble(path: Path) -> str:
     return "" if done.returncode == 0 else f"check ended with {done.returncode}: {done.stderr[-200:].decode('utf-8', 'replace')}"
 
 
+def _content_trouble(env: Any, namespaces: Any, applied: Any) -> str:
+    """Reads every entry. A damaged one means that the file is not to be trusted at all."""
+    try:
+        with env.begin() as txn:
+            for uid, raw in txn.cursor(db=namespaces):
+                _spec_from(bytes(uid), bytes(raw))
+            for uid, raw in txn.cursor(db=applied):
+                _seq_from(bytes(uid), bytes(raw))
+    except (lmdb.Error, _BadEntry) as error:
+        return f"damaged entry: {error}"
+    return ""
+
+
+class _BadEntry(ValueError):
+    """Not what this module writes under that key."""
+
+
+def _signed(uid: bytes, body: bytes) -> bytes:
+    return _SUM.pack(xxhash.xxh3_64_intdigest(uid + body)) + body
+
+
+def _checked(uid: bytes, raw: bytes) -> bytes:
+    """The body of an entry. Raises _BadEntry."""
+    body = raw[_SUM.size :]
+    if len(uid) != UID_BYTES or _signed(uid, body) != raw:
+        raise _BadEntry(f"checksum of entry {uid.hex()}")
+    return body
+
+
+def _seq_bytes(uid: bytes, seq: int) -> bytes:
+    return _signed(uid, _SEQ.pack(seq))
+
+
+def _seq_from(uid: bytes, raw: bytes) -> int:
+    body = _checked(uid, raw)
+    if len(body) != _SEQ.size:
+        raise _BadEntry(f"length of entry {uid.hex()}")
+    return int(_SEQ.unpack(body)[0])
+
+
 def _spec_bytes(spec: NamespaceSpec) -> bytes:
     fields = dataclasses.asdict(spec)
     fields["hash"] = spec.hash.value
     for name in ("uid", "fingerprint", "salt"):
         fields[name] = fields[name].hex()
-    body = json.dumps(fields, sort_keys=True).encode()
-    return _SUM.pack(xxhash.xxh3_64_intdigest(body)) + body
+    return _signed(spec.uid, json.dumps(fields, sort_keys=True).encode())
 
 
-def _spec_from(uid: bytes, raw: bytes) -> NamespaceSpec | None:
-    """None for anything that `_spec_bytes` would not have written under this uid."""
-    body = raw[_SUM.size :]
-    if len(uid) != UID_BYTES or len(raw) < _SUM.size or _SUM.unpack_from(raw)[0] != xxhash.xxh3_64_intdigest(body):
-        return None
+def _spec_from(uid: bytes, raw: bytes) -> NamespaceSpec:
+    """Raises _BadEntry."""
     try:
-        fields = json.loads(body)
+        fields = json.loads(_checked(uid, raw))
         for name in ("uid", "fingerprint", "salt"):
             fields[name] = bytes.fromhex(fields[name])
         fields["hash"] = HashKind(fields["hash"])
         spec = NamespaceSpec(**fields).check()
-    except (ValueError, TypeError, KeyError, KVPoolError):
-        return None
-    return spec if spec.uid == uid else None
+    except (ValueError, TypeError, KeyError, KVPoolError) as error:
+        raise _BadEntry(str(error)) from error
+    if spec.uid != uid:
+        raise _BadEntry(f"entry {uid.hex()} is of another namespace")
+    return spec

@@ -323,6 +323,7 @@ def test_a_failing_tier_is_out_with_a_reason_dram_goes_on_and_it_comes_back(make
         assert pool.put(range(n)) == [STORED] * n  # cold dirty blocks are dropped, and counted
         wait_until(lambda: pool.ssd.state != STATE_OK)  # type: ignore[union-attr]
         assert "File too large" in pool.ssd.state
+        assert {pool.get(i) for i in range(n)} == {"dram", None}  # what could not be written is nowhere taken for written
         assert pool.get(n - 1) == "dram"
         assert pool.count("dropped_dirty") > 0
         wait_until(lambda: pool.mover.counters().get("retries", 0) > 2)
