@@ -32,7 +32,7 @@ from kvpool.core.block import (
     SsdExtentDropped,
 )
 from kvpool.core.hashing import block_sum
-from kvpool.core.holding import TICKS_RECENT, Holding
+from kvpool.core.holding import Holding
 from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import Entry, EvictionPolicy, Lru
@@ -268,7 +268,7 @@ class BlockTable(Holding):
                 ordered[tick] = [block]
             report(space.uid, key, 1, None, block.size)
         for tick, group in ordered.items():
-            if self._tick - tick >= TICKS_RECENT:  # a put that took long
+            if tick != self._tick and not self._is_recent(tick, group[0].group):  # a put that took long
                 self._tick += 1
                 tick = self._tick
             self._dram_policy.add(group, tick, [block.rank for block in group])

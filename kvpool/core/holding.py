@@ -13,7 +13,7 @@ from kvpool.core.block import DRAM, SSD, Block, Bump, GenerationOf, Held, Limits
 from kvpool.core.holds import Hold, Holds
 from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.movement import Movement
-from kvpool.core.policy.eviction import EvictionPolicy
+from kvpool.core.policy.eviction import EvictionPolicy, Group
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import HASH_BYTES, KEY_BYTES, BlockCode, HoldId, Key, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.errors import NamespaceNotFound
@@ -63,7 +63,7 @@ class Holding(Movement):
         tick = self._dram_policy.tick_of(above)
         if above.ssd_copy is not None and self._ssd_policy is not None:
             tick = max(tick, self._ssd_policy.tick_of(above.ssd_copy))
-        if tick and self._tick - tick < TICKS_RECENT:
+        if self._is_recent(tick, above.group):
             return tick
         self._tick += 1
         chain: list[Block | None] = [above]
@@ -77,6 +77,13 @@ class Holding(Movement):
         chain.reverse()
         self._touch(chain, self._tick, above.depth)
         return self._tick
+
+    def _is_recent(self, tick: int, group: Group) -> bool:
+        """Whether blocks used at this tick are still far from eviction from DRAM."""
+        age = self._tick - tick
+        victim = self._dram_policy.victim(group)
+        horizon = 2 * TICKS_RECENT if victim is None else self._tick - self._dram_policy.tick_of(victim)
+        return tick > 0 and age <= min(TICKS_RECENT, horizon // 2)
 
     def _touch(self, blocks: Sequence[Block | None], tick: int, rank: int) -> None:
         """Blocks of one batch in chain order (None: a gap) were used; the first has this rank."""
