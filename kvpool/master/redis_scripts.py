@@ -45,11 +45,12 @@ local holder = redis.call('GET', lease)
 """
 )
 
-# KEYS meta, lease; ARGV owner, address, ttl_ms, floor. A lease without an end (nobody of us writes one) is given one.
+# KEYS meta, lease; ARGV owner, address, ttl_ms, floor. A lease without an end (nobody of us writes one) is given one. A store whose
+# epoch is below one that was seen was set back (a fail-over to a replica that lagged): its lease is of an old term, and void.
 TAKE: Final = (
     _LEASE
     + """
-if holder and holder ~= ARGV[1] then
+if holder and holder ~= ARGV[1] and epoch >= tonumber(ARGV[4]) then
   local left = redis.call('PTTL', lease)
   if left < 0 then
     left = tonumber(ARGV[3])

@@ -40,7 +40,7 @@ def redis_server() -> str:
 
 
 class RedisServer:
-    """One redis-server (or Sentinel) on 127.0.0.1. A second `start` keeps port and data; a write is on the disk before its reply."""
+    """One redis-server (or Sentinel) on 127.0.0.1. Started again it has its port and data; writes are synced before the reply."""
 
     def __init__(self, directory: Path, *options: str, config: str = "", sentinel: bool = False) -> None:
         self.directory = directory
