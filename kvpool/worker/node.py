@@ -200,13 +200,13 @@ class Node:
 
         Raises TierError when the disk does not forget: it is not served then, until the next session."""
         uid = spec.uid
-        if uid not in self._specs:
-            self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=True)
+        known = self._specs.get(uid)
+        if known is None:  # nothing of it can be here: nothing to wait for
+            self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=False)
         for keys in (None,) if drop_all else ():
             self._remove_for_good(uid, keys)
         for keys in missed:
             self._remove_for_good(uid, keys)
-        known = self._specs.get(uid)
         noted = self.state.applied_seq(uid)
         if noted is None or known is None or replace(known, removal_seq=0) != replace(spec, removal_seq=0):
             self.state.put_namespace(spec)
