@@ -18,7 +18,7 @@ from kvpool.core.frames import FrameError, ReadAnswer, ReadRequest
 from kvpool.core.hashing import n_chunks
 from kvpool.core.keys import KeyBatch
 from kvpool.core.types import MAX_BATCH_KEYS, MISS_BASE, BlockCode, HoldId, MissCause, miss_code
-from kvpool.transport.base import Buffers, LinkCause, LinkError, ReadResult
+from kvpool.transport.base import Buffers, LinkCause, LinkError, ReadResult, Strided
 from kvpool.transport.connection import Connection
 
 PIECE_BYTES: Final = 1 << 20  # received, then hashed
@@ -26,13 +26,15 @@ SUMS_BYTES_MAX: Final = 4 << 20  # of an answer's meta, which may have 8 MiB
 _UNSET: Final = 255
 CORRUPT: Final = miss_code(MissCause.CORRUPT)
 STALE: Final = miss_code(MissCause.STALE_INDEX)
-_HITS: Final = (BlockCode.HIT_INLINE, BlockCode.HIT_SHARED)
+NOT_WANTED: Final = (1 << 64) - 1  # `room` of a block without a buffer
 Words = npt.NDArray[np.uint64]
+Codes = npt.NDArray[np.uint8]
+Indexes = npt.NDArray[np.intp]
 
 
 @dataclass(slots=True)
 class ReadState:
-    """One read of n blocks. Lanes share it: each writes only to indexes of its own."""
+    """One read of n blocks. Lanes share it: each writes only to indexes of its own. `room` [n]: bytes of each buffer."""
 
     batch: KeyBatch
     outs: Buffers
@@ -43,24 +45,33 @@ class ReadState:
     verify: bool
     first_miss: bool
     deadline: float
-    codes: bytearray
-    tiers: bytearray
-    sizes: list[int]
+    room: Words
+    codes: Codes
+    tiers: Codes
+    sizes: Words
 
     @classmethod
     def start(cls, batch: KeyBatch, outs: Buffers, *, chunk_bytes: int, byte_range: tuple[int, int], hold_id: int, verify: bool,
               first_miss: bool, deadline: float) -> ReadState:  # fmt: skip
         n = len(batch)
-        if len(outs) != n:
-            raise ValueError(f"outs: {len(outs)} buffers for {n} keys")
-        return cls(batch, outs, chunk_bytes, *byte_range, hold_id, verify, first_miss, deadline, bytearray([_UNSET]) * n,
-                   bytearray(n), [0] * n)  # fmt: skip
+        if isinstance(outs, Strided):
+            room = np.full(n, outs.each, dtype=np.uint64)
+        else:
+            room = np.array([NOT_WANTED if out is None else out.nbytes for out in outs], dtype=np.uint64)
+        return cls(batch, outs, chunk_bytes, *byte_range, hold_id, verify, first_miss, deadline, room,
+                   np.full(n, _UNSET, dtype=np.uint8), np.zeros(n, dtype=np.uint8), np.zeros(n, dtype=np.uint64))  # fmt: skip
 
     def wanted_bytes(self) -> list[int]:
         """Of each block, as far as the caller's buffers say."""
         if self.length:
-            return [self.length] * len(self.outs)
-        return [0 if out is None else out.nbytes for out in self.outs]
+            return [self.length] * len(self.room)
+        wanted: list[int] = np.where(self.room == NOT_WANTED, 0, self.room).tolist()
+        return wanted
+
+    def take_unset(self, at: int, indexes: Indexes) -> Indexes:
+        """Those of `at` + `indexes` whose bytes are still to come."""
+        unset: Indexes = indexes[self.codes[at + indexes] == _UNSET]
+        return unset
 
     def frame_keys(self, wanted: Sequence[int]) -> int:
         """Keys of one request, so that the checksums of the answer fit its meta."""
@@ -70,23 +81,21 @@ class ReadState:
     def request(self, start: int, stop: int) -> bytes:
         return ReadRequest(self.batch.slice(start, stop), self.offset, self.length, HoldId(self.hold_id)).encode()
 
-    def finish(self, error: LinkError | None) -> tuple[ReadResult, int]:
-        """The result, and how many bytes it got. Raises `error` when it came before any block was served."""
-        unset = self.codes.count(_UNSET)
-        if error is not None and not any(code in _HITS for code in self.codes):
+    def finish(self, error: LinkError | None) -> tuple[ReadResult, int, int]:
+        """The result, how many blocks it got and how many bytes. Raises `error` when it came before any block was served."""
+        hits = self.codes <= BlockCode.HIT_SHARED
+        n_hits = int(np.count_nonzero(hits))
+        if error is not None and not n_hits:
             raise error
-        if unset:
-            fill = BlockCode.LATER
-            if error is not None:
-                timed_out = error.cause is LinkCause.TIMEOUT
-                fill = miss_code(MissCause.TIMEOUT if timed_out else MissCause.WORKER_LOST)  # type: ignore[assignment]
-            self.codes = self.codes.replace(bytes([_UNSET]), bytes([fill]))
-        hits = np.frombuffer(self.codes, dtype=np.uint8) <= BlockCode.HIT_SHARED
-        n_leading = len(hits) if hits.all() else int(np.argmin(hits))
-        n_bytes = sum(self.length or size for size, hit in zip(self.sizes, hits.tolist(), strict=True) if hit)
-        for i in np.flatnonzero(~hits & (np.frombuffer(self.codes, dtype=np.uint8) >= MISS_BASE)).tolist():
-            self.sizes[i] = 0
-        return ReadResult(bytes(self.codes), bytes(self.tiers), self.sizes, n_leading, error), n_bytes
+        fill = int(BlockCode.LATER)
+        if error is not None:
+            fill = miss_code(MissCause.TIMEOUT if error.cause is LinkCause.TIMEOUT else MissCause.WORKER_LOST)
+        self.codes[self.codes == _UNSET] = fill
+        self.sizes[self.codes >= MISS_BASE] = 0
+        n_leading = n_hits if n_hits == len(hits) else int(np.argmin(hits))
+        n_bytes = self.length * n_hits if self.length else int(self.sizes[hits].sum())
+        result = ReadResult(self.codes.tobytes(), self.tiers.tobytes(), self.sizes.tolist(), n_leading, error)
+        return result, n_hits, n_bytes
 
 
 def decode_read(connection: Connection, meta: bytes, *, n: int) -> ReadAnswer:
@@ -100,31 +109,23 @@ def decode_read(connection: Connection, meta: bytes, *, n: int) -> ReadAnswer:
 
 
 def take_entries(connection: Connection, state: ReadState, answer: ReadAnswer, at: int) -> int:
-    """Notes codes, tiers and sizes of the blocks that were looked at; returns how many these are (before the first LATER)."""
+    """Notes codes, tiers and sizes of the blocks that were looked at; returns how many these are (before the first LATER).
+    Hits get their code when their bytes are there; those without the byte range, or without room for them, are REJECTED."""
     codes = answer.entries["code"]
     later = np.flatnonzero(codes == BlockCode.LATER)
     n = int(later[0]) if len(later) else len(codes)
     if len(later) != len(codes) - n:
         raise connection.protocol_error("READ: a block after one that is for later")
-    known = (codes[:n] <= BlockCode.HIT_SHARED) | (codes[:n] == BlockCode.REJECTED) | (codes[:n] >= MISS_BASE)
-    if not known.all():
+    codes, sizes = codes[:n], answer.entries["size"][:n]
+    hits = codes <= BlockCode.HIT_SHARED
+    if not (hits | (codes == BlockCode.REJECTED) | (codes >= MISS_BASE)).all():
         raise connection.protocol_error("READ: a code that is no answer to it")
-    state.codes[at : at + n] = codes[:n].tobytes()
-    state.tiers[at : at + n] = answer.entries["tier"][:n].tobytes()
-    state.sizes[at : at + n] = answer.entries["size"][:n].tolist()
-    for i in np.flatnonzero(codes[:n] <= BlockCode.HIT_SHARED).tolist():
-        state.codes[at + i] = _UNSET  # until its bytes are there and checked
+    past_end = sizes < (state.offset + state.length if state.length else 0)
+    no_room = state.room[at : at + n] < (np.uint64(state.length) if state.length else sizes)
+    state.codes[at : at + n] = np.where(hits, np.where(past_end | no_room, BlockCode.REJECTED, _UNSET), codes)
+    state.tiers[at : at + n] = answer.entries["tier"][:n]
+    state.sizes[at : at + n] = sizes
     return n
-
-
-def usable(state: ReadState, index: int, size: int) -> bool:
-    """Whether the block has the byte range and the caller's buffer the room; notes REJECTED when not."""
-    out = state.outs[index]
-    past_end = bool(state.length) and state.offset + state.length > size
-    if past_end or (out is not None and out.nbytes < (state.length or size)):
-        state.codes[index] = BlockCode.REJECTED
-        return False
-    return True
 
 
 def receive_inline(connection: Connection, state: ReadState, answer: ReadAnswer, at: int, payload_bytes: int) -> int:
@@ -132,6 +133,7 @@ def receive_inline(connection: Connection, state: ReadState, answer: ReadAnswer,
     many were corrupt."""
     codes, sizes = answer.entries["code"].tolist(), answer.entries["size"].tolist()
     counts, sums = answer.entries["n_sums"].tolist(), answer.sums.tolist()
+    awaited = (state.codes[at : at + len(codes)] == _UNSET).tolist()
     group: list[tuple[int, memoryview, list[int]]] = []
     group_bytes, sum_at, left, n_corrupt = 0, 0, payload_bytes, 0
 
@@ -156,11 +158,11 @@ def receive_inline(connection: Connection, state: ReadState, answer: ReadAnswer,
         left -= length
         if left < 0 or length < 1 or len(expected) != (1 if state.length else n_chunks(length, state.chunk_bytes)):
             raise connection.protocol_error("READ: entries, checksums and payload disagree")
-        out = state.outs[index] if usable(state, index, sizes[i]) else None
+        out = state.outs[index] if awaited[i] else None
         if out is None:
             n_corrupt += flush()
             connection.discard_payload(length, state.deadline)
-            if state.codes[index] == _UNSET:
+            if awaited[i]:
                 state.codes[index] = BlockCode.HIT_INLINE
         elif length > PIECE_BYTES:
             n_corrupt += flush()

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.core.frames import Flag, Op, ReadAnswer, ReadRequest, WriteRequest
 from kvpool.core.hashing import n_chunks
@@ -27,11 +26,19 @@ from kvpool.transport.base import VIEW_TTL_MS, LinkOptions, Range, Viewed
 from kvpool.transport.connection import Connection, open_unix
 from kvpool.transport.copy_plan import U64, addresses_of, copy_runs, merge_runs, split_by_bytes
 from kvpool.transport.link import FORGET_SECONDS, Reservation, cut_ranges, decode_codes, fill_meta
-from kvpool.transport.receive import CORRUPT, STALE, ReadState, decode_read, matches, receive_inline, take_entries, usable
+from kvpool.transport.receive import (
+    CORRUPT,
+    NOT_WANTED,
+    STALE,
+    Indexes,
+    ReadState,
+    decode_read,
+    matches,
+    receive_inline,
+    take_entries,
+)
 from kvpool.transport.ring import N_PARTS, Ring, ring_of
 from kvpool.transport.tcp import InlineLink
-
-Indexes = npt.NDArray[np.intp]
 
 SMALL_WRITE_PARTS: Final = 2  # a put that fits in so many parts of the ring is one WRITE
 
@@ -90,24 +97,24 @@ class ShmLink(InlineLink):
                      shared: Indexes) -> tuple[int, int]:  # fmt: skip
         """Blocks at index `at` + `shared` out of the arena; returns how many were stale and how many corrupt."""
         check_places(connection, arena, answer, shared)
-        sizes = answer.entries["size"].tolist()
-        fit = [i for i in shared.tolist() if usable(state, at + i, sizes[i])]
-        wanted = [i for i in fit if state.outs[at + i] is not None]
-        lengths = np.array([state.length or sizes[i] for i in wanted], dtype=np.uint64)
-        targets = self._targets(state, at, wanted)
+        fit = state.take_unset(at, shared)
+        wanted = fit[state.room[at + fit] != NOT_WANTED]
+        lengths = np.full(len(wanted), state.length, dtype=np.uint64) if state.length else answer.entries["size"][wanted]
         sources = answer.entries["offset"][wanted] + np.uint64(arena.address + state.offset)
-        copy_runs(*merge_runs(targets, sources, lengths), deadline=state.deadline)
-        now = arena.generations(answer.entries["gen_index"][fit])
-        same = (now == answer.entries["generation"][fit]).tolist()
-        for i, is_same in zip(fit, same, strict=True):
-            state.codes[at + i] = BlockCode.HIT_SHARED if is_same else STALE
-        return same.count(False), self._check_sums(state, answer, at, wanted) if state.verify else 0
+        copy_runs(*merge_runs(self._targets(state, at + wanted), sources, lengths), deadline=state.deadline)
+        same = arena.generations(answer.entries["gen_index"][fit]) == answer.entries["generation"][fit]
+        state.codes[at + fit] = np.where(same, BlockCode.HIT_SHARED, STALE)
+        n_stale = len(same) - int(np.count_nonzero(same))
+        return n_stale, self._check_sums(state, answer, at, wanted.tolist()) if state.verify else 0
 
     @staticmethod
-    def _targets(state: ReadState, at: int, wanted: list[int]) -> U64:
-        if wanted and wanted[-1] - wanted[0] == len(wanted) - 1:  # a run, as nearly always
-            return addresses_of(state.outs[at + wanted[0] : at + wanted[-1] + 1])  # type: ignore[arg-type]
-        return addresses_of([state.outs[at + i] for i in wanted])  # type: ignore[misc]
+    def _targets(state: ReadState, indexes: Indexes) -> U64:
+        if not len(indexes):
+            return np.empty(0, dtype=np.uint64)
+        first, last = int(indexes[0]), int(indexes[-1])
+        if last - first == len(indexes) - 1:  # a run, as nearly always
+            return addresses_of(state.outs[first : last + 1])  # type: ignore[arg-type]
+        return addresses_of([state.outs[i] for i in indexes.tolist()])
 
     @staticmethod
     def _check_sums(state: ReadState, answer: ReadAnswer, at: int, wanted: list[int]) -> int:
@@ -119,7 +126,7 @@ class ShmLink(InlineLink):
             out = state.outs[at + i]
             if state.codes[at + i] != BlockCode.HIT_SHARED or out is None:
                 continue
-            length = state.length or state.sizes[at + i]
+            length = state.length or int(state.sizes[at + i])
             expected = sums[ends[i] - counts[i] : ends[i]]
             n_expected = 1 if state.length else n_chunks(length, state.chunk_bytes)
             if len(expected) != n_expected or not matches(out[:length], expected, state.length or state.chunk_bytes):

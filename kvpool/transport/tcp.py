@@ -99,8 +99,8 @@ class InlineLink(SocketLink):
         step = state.frame_keys(wanted)
         lanes = cut_lanes(wanted, self._lanes.n, lane_bytes_min=LANE_BYTES_MIN)
         error = self._lanes.run([lambda a=a, b=b: self._read_part(state, a, b, step) for a, b in lanes])  # type: ignore[misc]
-        result, n_bytes = state.finish(error)
-        self._count(read_bytes=n_bytes, read_blocks=sum(code <= BlockCode.HIT_SHARED for code in result.codes))
+        result, n_blocks, n_bytes = state.finish(error)
+        self._count(read_bytes=n_bytes, read_blocks=n_blocks)
         return result
 
     def _read_part(self, state: ReadState, start: int, stop: int, step: int) -> None:
@@ -111,8 +111,8 @@ class InlineLink(SocketLink):
                 n = self._read_once(connection, state, at, min(stop, at + step))
                 looked_at = state.codes[at : at + n]
                 at += n
-                if state.first_miss and any(code >= MISS_BASE or code == BlockCode.REJECTED for code in looked_at):
-                    state.codes[at:stop] = bytes([BlockCode.LATER]) * (stop - at)
+                if state.first_miss and ((looked_at >= MISS_BASE) | (looked_at == BlockCode.REJECTED)).any():
+                    state.codes[at:stop] = BlockCode.LATER
                     return
                 if n == 0:
                     no_progress(connection)
