@@ -204,6 +204,8 @@ class Sessions:
         self.streams[info.worker_id] = stream
         state.extras[info.worker_id] = extra
         stream.send(welcome=self._make_welcome(hello, inventory_wanted=not resumes))
+        if resumes:
+            stream.outbox.ack(extra.inbox.expected - 1)  # the acknowledgement of the last stream's end may have been lost with it
         state.counts.sessions += 1
         log.info("event=session worker=%s incarnation=%016x holder=%d resumes=%s", info.worker_id, info.incarnation,
                  member.holder, resumes)  # fmt: skip
