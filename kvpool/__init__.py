@@ -12,7 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool import aio, errors
+    from kvpool import aio as aio
+    from kvpool import errors as errors
     from kvpool.client.client import Client, connect
     from kvpool.client.holds import Hold
     from kvpool.client.namespace import Namespace

@@ -16,11 +16,11 @@ from kvpool.client.context import Context, Counters, deadline_of, pick
 from kvpool.client.holds import Hold, held_places, parse_hold, take_hold
 from kvpool.client.peers import Peer
 from kvpool.client.put_session import PutSession
-from kvpool.client.reading import Getter, count_get, locate_all, no_hold
+from kvpool.client.reading import Getter, count_get, locate_all, locate_everywhere, no_hold
 from kvpool.client.results import GetResult, PutResult, RemoveResult
 from kvpool.client.views import Keeper, View, take_view
 from kvpool.client.writing import Putter, count_put
-from kvpool.core.fetch import CALL_MS, transfer_ms
+from kvpool.core.fetch import CALL_MS, Candidates, transfer_ms
 from kvpool.core.hashing import Extra, HashKind, PrefixHashes, chain_root, external_hashes, hash_tokens
 from kvpool.core.keys import KeyBatch
 from kvpool.core.layout import KVLayout
@@ -236,8 +236,8 @@ class Namespace:
         return PutSession(self._context, self._spec, batch, size=size, deadline=deadline, wait_listed=visibility == "cluster")
 
     def take(self, hashes: PrefixHashes, out: Any, *, shard: int = 0, deadline_ms: float | None = None) -> GetResult:
-        """A get, then the blocks that were got are dropped from all workers known to have them (best effort: a copy that nobody
-        here knows of stays, and a worker that cannot be reached keeps its own; see `remove` for the promise)."""
+        """A get, then the blocks that were got are dropped from all workers that are known to have them (best effort: a worker
+        that cannot be reached keeps its copies; see `remove` for the promise)."""
         result = self.get(hashes, out, shard=shard, deadline_ms=deadline_ms)
         batch = self._batch(hashes[: result.n_blocks], shard)
         deadline = deadline_of(None, CALL_MS)
@@ -245,7 +245,8 @@ class Namespace:
         def drop(link: WorkerLink, part: KeyBatch, until: float) -> bytes:
             return link.drop(part, deadline=until)
 
-        for number, part, had in self._at_holders(batch, drop, deadline):
+        places = locate_everywhere(self._context, self._spec, batch.keys, deadline=deadline)
+        for number, part, had in self._at_holders(batch, places, drop, deadline):
             if self._context.mirror is not None and not isinstance(had, LinkError):
                 self._context.mirror.index.stale(self._spec.uid, number, part.keys)
         return result
@@ -280,16 +281,17 @@ class Namespace:
             return link.touch(part, wait_listed=False, deadline=until)
 
         there: set[bytes] = set()
-        for _, part, touched in self._at_holders(batch, touch, deadline_of(deadline_ms, CALL_MS)):
+        deadline = deadline_of(deadline_ms, CALL_MS)
+        places = locate_all(self._context, self._spec, batch, deadline=deadline)
+        for _, part, touched in self._at_holders(batch, places, touch, deadline):
             if not isinstance(touched, LinkError):
                 there.update(key for key, tiers in zip(part.split(), touched.tiers, strict=True) if tiers)
         keys = batch.split()
         return next((index for index, key in enumerate(keys) if key not in there), len(keys))
 
-    def _at_holders(self, batch: KeyBatch, ask: Callable[[WorkerLink, KeyBatch, float], T],
+    def _at_holders(self, batch: KeyBatch, places: Sequence[Candidates], ask: Callable[[WorkerLink, KeyBatch, float], T],
                     deadline: float) -> list[tuple[int, KeyBatch, T | LinkError]]:  # fmt: skip
-        """`ask` of every worker that is known to have leading blocks of the batch, with those blocks."""
-        places = locate_all(self._context, self._spec, batch, deadline=deadline)
+        """`ask` of every worker in `places`, with its blocks."""
         by_peer: dict[int, list[int]] = {}
         for index, candidates in enumerate(places):
             for number, _ in candidates:

@@ -16,9 +16,9 @@ from kvpool.client.master import Pending
 from kvpool.client.peers import Peer, miss_of
 from kvpool.client.results import GetResult, Source
 from kvpool.core.fetch import ROUNDS_MAX, Candidates, Fetch, Read
-from kvpool.core.keys import KeyBatch
+from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.namespaces import NamespaceSpec
-from kvpool.core.types import CAUSES, KEY_BYTES, MissCause, Tier, Tiers
+from kvpool.core.types import CAUSES, KEY_BYTES, MAX_BATCH_KEYS, MissCause, Tier, Tiers
 from kvpool.transport.base import LinkCause, LinkError, ReadResult, WorkerLink
 from kvpool.v1 import master_pb2 as pb
 
@@ -71,12 +71,7 @@ class Getter:
 
     def _locate(self, held: Sequence[Candidates]) -> None:
         """Leading blocks that are known here; the question for the others goes to the master, answered while those are read."""
-        known = self.context.known(self.spec.uid, self.batch.split())
-        if known is None:
-            known = []
-        elif () in known:
-            del known[known.index(()) :]
-        known = with_held(held, known)
+        known = leading(with_held(held, leading(self.context.known(self.spec.uid, self.batch.split()) or [])))
         self.fetch.locate(0, known)
         self._tail_at = len(known)
         if self._tail_at < len(self.outs):
@@ -108,9 +103,7 @@ class Getter:
         self.complete = self.complete and reply.complete
         if reply.miss_cause:
             self.master_cause = CAUSES[reply.miss_cause - 1] if reply.miss_cause <= len(CAUSES) else MissCause.UNKNOWN
-        places = self.context.places(reply)
-        if () in places:
-            del places[places.index(()) :]
+        places = leading(self.context.places(reply))
         self.fetch.locate(start, places)
         self._tail_at = max(self._tail_at, start + len(places))
         return bool(places)
@@ -242,14 +235,34 @@ def _count_tiers(hits: dict[str, int], sources: Sequence[Source]) -> None:
 
 
 def locate_all(context: Context, spec: NamespaceSpec, batch: KeyBatch, *, deadline: float) -> list[Candidates]:
-    """Who has each key of the batch: from the mirror, the tail that it does not know from the master. [<= n], without a gap."""
-    known = context.known(spec.uid, batch.split()) or []
-    if () in known:
-        del known[known.index(()) :]
-    if len(known) < len(batch):
-        request: Any = pb.LocateRequest(namespace=spec.uid, keys=batch.keys[len(known) * KEY_BYTES :], prefix=True)
-        reply = context.master.ask("Locate", request, deadline=deadline)
-        if reply is not None:
-            places = context.places(reply)
-            known = [*known, *(places[: places.index(())] if () in places else places)]
+    """Who has the leading keys of the batch: from the mirror, the tail that it does not know from the master. [<= n], no gap."""
+    known = leading(context.known(spec.uid, batch.split()) or [])
+    while len(known) < len(batch):
+        asked = ask_locate(context, spec, batch.keys[len(known) * KEY_BYTES :][: MAX_BATCH_KEYS * KEY_BYTES], deadline=deadline)
+        more = leading(asked or [])
+        known += more
+        if asked is None or len(more) < MAX_BATCH_KEYS:
+            break
     return known
+
+
+def locate_everywhere(context: Context, spec: NamespaceSpec, keys: bytes, *, deadline: float) -> list[Candidates]:
+    """All replicas of each key (packed) that the master or the mirror knows of. [n]"""
+    known = context.known(spec.uid, split_keys(keys)) or [()] * (len(keys) // KEY_BYTES)
+    for start in range(0, len(known), MAX_BATCH_KEYS):
+        part = keys[start * KEY_BYTES : (start + MAX_BATCH_KEYS) * KEY_BYTES]
+        for index, there in enumerate(ask_locate(context, spec, part, deadline=deadline) or ()):
+            known[start + index] = tuple({**dict(known[start + index]), **dict(there)}.items())
+    return known
+
+
+def ask_locate(context: Context, spec: NamespaceSpec, keys: bytes, *, deadline: float) -> list[Candidates] | None:
+    """The master's places of up to MAX_BATCH_KEYS keys (packed); None when it is away."""
+    request: Any = pb.LocateRequest(namespace=spec.uid, keys=keys, prefix=False)
+    reply = context.master.ask("Locate", request, deadline=deadline)
+    return None if reply is None else context.places(reply)
+
+
+def leading(places: list[Candidates]) -> list[Candidates]:
+    """Up to the first key that nobody has."""
+    return places[: places.index(())] if () in places else places

@@ -15,6 +15,7 @@ from kvpool.client.buffers import total_bytes
 from kvpool.client.context import Context, Counters, pick, pick_views
 from kvpool.client.placing import key_above
 from kvpool.client.placing import targets as find_targets
+from kvpool.client.reading import locate_everywhere
 from kvpool.client.results import PutResult
 from kvpool.core.fetch import Candidates
 from kvpool.core.keys import KeyBatch
@@ -109,10 +110,7 @@ class Putter:
         keys = [*([above] if above else ()), *(self.keys[i] for i in unique)]
         known = self.context.known(self.spec.uid, keys)
         if known is None:
-            request = pb.LocateRequest(namespace=self.spec.uid, keys=b"".join(keys), prefix=False)
-            reply = self.context.master.ask("Locate", request, deadline=self.deadline)
-            known = [] if reply is None else self.context.places(reply)
-            known += [()] * (len(keys) - len(known))
+            known = locate_everywhere(self.context, self.spec, b"".join(keys), deadline=self.deadline)
         return (known[1:], known[0]) if above else (known, ())
 
     def _confirm(self, unique: Sequence[int], places: Sequence[Candidates]) -> None:

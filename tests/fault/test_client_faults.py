@@ -50,9 +50,10 @@ def stored(ns: kvpool.Namespace, n: int, *, first: int = 0) -> tuple[kvpool.Pref
     return hashes, data
 
 
-def served(ns: kvpool.Namespace, hashes: kvpool.PrefixHashes, data: np.ndarray[Any, Any]) -> bool:
+def served(ns: kvpool.Namespace, hashes: kvpool.PrefixHashes, data: np.ndarray[Any, Any], *,
+           deadline_ms: int = DEADLINE_MS) -> bool:  # fmt: skip
     out = np.zeros_like(data)
-    got = ns.get(hashes, out, deadline_ms=DEADLINE_MS)
+    got = ns.get(hashes, out, deadline_ms=deadline_ms)
     assert (out[: got.n_blocks] == data[: got.n_blocks]).all()
     return got.n_blocks == len(data)
 
@@ -274,13 +275,15 @@ def test_a_lagging_mirror_costs_time_and_no_block(make_cluster: MakeCluster, mak
     other = cluster.connect(proxy.address).namespace("n", OPAQUE)
     assert other.wait(hashes) == 3
     cluster.start_worker(1)
-    proxy.pass_on(delay_s=0.2)
+    proxy.pass_on(delay_s=0.15)
     wait_until(lambda: ns.put(hashes, data).copies == [2] * 3, timeout_s=10)
-    longer, more = stored(ns, 5)
-    assert other.match(longer, freshness="mirror") == 3, "the news are still on their way"
-    assert served(other, longer, more), "the tail is asked for"
     cluster.worker(0).kill()
-    assert served(other, longer, more), "from where it is now"
+    assert other.stats()["mirror"]["replicas"] == 3, "the news are still on their way"
+    assert served(other, hashes, data, deadline_ms=10_000), "from where it is now"
+    wait_until(lambda: ns.put(hashes, data).n_there == 3, timeout_s=10)
+    longer, more = stored(ns, 5)
+    assert other.match(longer, freshness="mirror") == 3
+    assert served(other, longer, more, deadline_ms=10_000), "the tail is asked for"
 
 
 def test_a_client_whose_master_cannot_be_reached_any_more_ends(make_cluster: MakeCluster) -> None:
