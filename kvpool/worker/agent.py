@@ -335,7 +335,7 @@ class Agent:
         with self.node.lock:
             self._making_inventory = True  # no report may leave between this and the parts
             next_seq = self.node.reporter.begin_inventory()
-            snapshot = list(self.node.table.snapshot())
+            snapshot = self.node.table.snapshot()  # its parts are made outside: what changes meanwhile is reported behind them
         part = pb.InventoryPart(next_seq=next_seq, first=True)
         n_keys = 0
         parts = []

@@ -302,7 +302,7 @@ class Node:
     def stat(self) -> dict[str, Any]:
         """For STAT."""
         with self.lock:
-            counters = dict(self.table.counters)
+            counters, gauges = dict(self.table.counters), self.table.gauges()
             held = {"reports_pending": self.reporter.n_pending, "reports_overflowed": self.reporter.overflows}
         return {
             "worker": self.worker_id,
@@ -313,7 +313,8 @@ class Node:
                 t.tier: {"capacity_bytes": t.capacity_bytes, "used_bytes": t.used_bytes, "blocks": t.blocks, "state": t.state}
                 for t in self.tier_status()
             },
-            "counters": {str(name): value for name, value in counters.items()} | held,
+            "counters": counters | held,
+            "now": gauges,
         }
 
     # --- start and end ----------------------------------------------------------------------------------------------------

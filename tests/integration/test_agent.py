@@ -297,7 +297,9 @@ def used_blocks(cluster: Cluster) -> int:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_what_cannot_start_says_which_setting(make_cluster: MakeCluster, tmp_path: Path, flags: list[str], named: list[str]) -> None:
+def test_what_cannot_start_says_which_setting(
+    make_cluster: MakeCluster, tmp_path: Path, flags: list[str], named: list[str]
+) -> None:
     cluster = make_cluster(ssd="64MiB")
     facts = {
         "port": str(cluster.worker().port), "ssd": str(cluster.ssd_dir(0)), "pid": str(cluster.worker().pid),
