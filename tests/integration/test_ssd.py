@@ -176,9 +176,9 @@ def test_scan_of_50_000_records_takes_well_under_a_second(opener: Opener, ssd_di
                 file.write(slab_file.encode_record(meta, number=number, index=index, seq=index + 1))
             file.truncate(header.geometry.file_bytes)
     tier = opener(capacity_bytes=1 << 30)
-    started = time.perf_counter()
+    started = time.process_time()  # of this process: what else the machine does is not counted
     found = tier.scan()
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert sum(len(extent.blocks) for extent in found) == 7 * 8192
     assert seconds < 1.0  # 0.3 s on a laptop core
 
@@ -226,6 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], set[int], set[int]]] = {
     # name: (what is done to the file, blocks that are misses at run time, blocks that are misses after a restart)
     "truncated to 0": (_truncate(lambda size: 0), FIRST, FIRST),
     "truncated to half": (_truncate(lambda size: GEOMETRY.slot_offset(4)), {4, 5, 6, 7}, {4, 5, 6, 7}),
+    "truncated to its header": (_truncate(lambda size: 4096), FIRST, FIRST),
     "truncated in the table": (_truncate(lambda size: 4096 + 300), FIRST, FIRST),
     "truncated by 1 byte": (_truncate(lambda size: size - 1), {7}, {7}),
     "appended": (_append, set(), set()),
@@ -333,7 +334,11 @@ def test_random_damage_is_never_fatal_and_never_a_wrong_block(opener: Opener, ss
             raw[chance.randrange(chance.choice((200, GEOMETRY.data_offset, len(raw))))] = chance.randrange(256)
         path.write_bytes(raw[: chance.choice((len(raw), chance.randrange(len(raw))))])
         tier = opener()
-        for i, slot in adopted(tier.scan()).items():
+        try:
+            found = adopted(tier.scan())
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, round {round_number}") from error
+        for i, slot in found.items():
             try:
                 check(i, read(tier, i, slot), size=BLOCK)
             except TierError as error:

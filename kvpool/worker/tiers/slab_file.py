@@ -146,7 +146,7 @@ def decode_table(raw: bytes, *, header: Header, file_bytes: int) -> Table:
     geometry = header.geometry
     n = min(len(raw) // RECORD_BYTES, geometry.n_slots)
     table: npt.NDArray[np.void] = np.frombuffer(raw, dtype=_DTYPE, count=n)
-    used = np.frombuffer(raw, dtype=np.uint64, count=n * RECORD_BYTES // 8).reshape(n, -1).any(axis=1)
+    used = np.frombuffer(raw, dtype=np.uint64, count=n * RECORD_BYTES // 8).reshape(n, RECORD_BYTES // 8).any(axis=1)
     ends = geometry.data_offset + np.arange(n, dtype=np.uint64) * np.uint64(geometry.stride) + table["size"]
     plausible = (
         used
