@@ -216,7 +216,7 @@ class SsdTier:
                                               f"{self.capacity_bytes} bytes ({self._disk_bytes} in use)")  # fmt: skip
             self._disk_bytes += geometry.file_bytes
         try:
-            with self._io("make_errors"):
+            with self._io("make_errors", geometry.file_bytes):
                 extent = SsdExtent(number, Header(namespace, geometry, number), self._disk)
                 extent.create()
         except TierError:
