@@ -142,9 +142,9 @@ class Loop(threading.Thread):
             events = self._epoll.poll(max(0.0, until - self.now()), 256)
             for fd, event in events:
                 if fd == self._wake:
-                    self._woken = False  # before the queue is emptied: a later post wakes again
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
+                    self._woken = False  # after the read, else its wake is lost; before the queue is emptied: a later post wakes again
                 elif (connection := self.connections.get(fd)) is not None:
                     self._serve(connection, event)
                 elif fd in self._listeners:
