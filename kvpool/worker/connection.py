@@ -1,7 +1,7 @@
 """One client's connection to the data plane: bytes in, bytes out, one request at a time, nothing that blocks.
 
 Owns: the socket, where the frame under way is, the answer under way, the time by which something must have happened
-(`due`). Does not own: what a request means (`ops`, `read_path`, `write_path`), which sockets are ready (`dataplane`).
+(`due`). Does not own: what a request means (`ops` and the paths), which sockets are ready (`dataplane`).
 
     HELLO_ONLY ──header──▶ meta ──▶ handler ──▶ body (straight into slots) ──▶ answer ──▶ next header
                                        └─ WORKING: parked, in the pool, or waiting to be listed; the socket is not read
@@ -35,8 +35,8 @@ from kvpool.core.frames import (
 
 if TYPE_CHECKING:
     from kvpool.worker.dataplane import Loop
+    from kvpool.worker.reserve_path import Reservation
     from kvpool.worker.ring import Ring
-    from kvpool.worker.write_path import Reservation
 
 log = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ class Loop(threading.Thread):
                 if fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
-                    self._woken = False  # after the read, else its wake is lost; before the queue is emptied: a later post wakes again
+                    self._woken = False  # after the read, or it would eat a later wake; before the queue is emptied
                 elif (connection := self.connections.get(fd)) is not None:
                     self._serve(connection, event)
                 elif fd in self._listeners:

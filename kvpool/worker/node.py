@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTLE_S: Final = 10.0  # the disk may take this long to forget removed blocks; then the removal is reported as failed
+CLOSE_S: Final = 1.0  # for jobs and the mover's write to end at a stop: with the drain and the master's part under ten seconds
+COPY_THREADS: Final = 2  # memory bandwidth is used up by then
 EXPIRE_S: Final = 0.2  # how often holds whose time is up are looked for
 
 
@@ -74,7 +76,9 @@ class Node:
         self._blocked: set[NamespaceUid] = set()
         self._applied: dict[NamespaceUid, int] = {}
         self._waiting_for_room: dict[Hashable, Callable[[], None]] = {}
-        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="kvpool-io")
+        self._io_pool = ThreadPoolExecutor(io_threads, thread_name_prefix="kvpool-io")
+        self._copy_pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvpool-copy")
+        self._jobs: set[Future[None]] = set()
         self._record_calls: list[Callable[[], None]] = []
         self._drop_calls: list[Callable[[list[int]], None]] = []
         self._closed = threading.Event()
@@ -94,9 +98,23 @@ class Node:
         return self.table.dram.place(slot)[1]
 
     def submit(self, call: Callable[..., None], *args: object) -> None:
-        """Runs it in the pool; a failure is logged. After `close` it does not run."""
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(call, *args).add_done_callback(_log_failure)
+        """Runs a long copy or hashing in a thread; a failure is logged. After `close` it does not run."""
+        self._submit(self._copy_pool, call, args)
+
+    def submit_io(self, call: Callable[..., None], *args: object) -> None:
+        """The same for what waits for the disk: a slow disk must not hold up puts."""
+        self._submit(self._io_pool, call, args)
+
+    def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., None], args: tuple[object, ...]) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            future = pool.submit(call, *args)
+            self._jobs.add(future)
+            future.add_done_callback(self._job_done)
+
+    def _job_done(self, future: Future[None]) -> None:
+        self._jobs.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.error("event=pool_job_failed", exc_info=error)
 
     def served(self, uid: NamespaceUid) -> NamespaceSpec | tuple[Status, str]:
         """The namespace's spec, or why a request for it is refused."""
@@ -322,14 +340,23 @@ class Node:
     def start(self) -> None:
         self._expirer.start()
 
-    def close(self) -> None:
-        """After the data plane has stopped: ends threads, gives back memory and directories. Idempotent."""
+    def close(self) -> bool:
+        """After the data plane has stopped: ends threads, gives back memory and directories. Idempotent. False: a disk hangs, and
+        threads that wait for it keep what they use; the process must be ended from outside of them."""
         if self._closed.is_set():
-            return
+            return True
         self._closed.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        if self.mover is not None:
-            self.mover.stop(timeout_s=2.0)
+        pools = (self._copy_pool, self._io_pool)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        stuck = bool(wait(list(self._jobs), timeout=CLOSE_S).not_done)
+        if self.mover is not None and not self.mover.stop(timeout_s=CLOSE_S):
+            stuck = True
+        if stuck:
+            log.error("event=disk_hangs_at_stop")
+            return False
+        for pool in pools:
+            pool.shutdown(wait=True)
         if self._expirer.is_alive():
             self._expirer.join(5)
         self.dram.close()
@@ -337,6 +364,7 @@ class Node:
             self.ssd.close()
         self.staging.close()
         self.state.close()
+        return True
 
     def _expire_holds(self) -> None:
         while not self._closed.wait(EXPIRE_S):
@@ -348,8 +376,3 @@ class Node:
                     call(owners)
             except Exception:  # the thread must live: holds that never end would fill the tier
                 log.exception("event=expiry_failed")
-
-
-def _log_failure(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        log.error("event=pool_job_failed", exc_info=error)

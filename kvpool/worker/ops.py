@@ -11,7 +11,8 @@ Every answer repeats op and request id. A status other than OK has a reason as m
     RENEW    CodesAnswer: 1 alive and renewed, 0 gone
     RELEASE  empty CodesAnswer; with NO_REPLY nothing
     READ     `read_path`
-    WRITE, RESERVE, FILL, COMMIT, ABORT  `write_path`
+    WRITE    `write_path`
+    RESERVE, FILL, COMMIT, ABORT  `reserve_path`
     TOUCH    CodesAnswer: Tiers per key; `number` 1 when the master has the report of all of them (asked with WAIT_LISTED), else 0
     DROP     CodesAnswer: 1 had it
     STAT     JSON of `Node.stat`
@@ -47,7 +48,8 @@ from kvpool.core.frames import (
 from kvpool.core.types import MAX_BATCH_KEYS
 from kvpool.errors import NamespaceNotFound
 from kvpool.transport.host import host_id
-from kvpool.worker import read_path, write_path
+from kvpool.worker import placing, read_path, reserve_path, write_path
+from kvpool.worker.ssd_load import BringUp
 
 if TYPE_CHECKING:
     from kvpool.worker.connection import Connection, Request
@@ -73,7 +75,7 @@ def give_back(plane: DataPlane, connection: Connection) -> None:
     """All that a connection had and that does not outlive it: reservations, holds, its ring."""
     reservations, connection.reservations = connection.reservations, {}
     for reservation in reservations.values():
-        write_path.give_back(plane.node, reservation.slots)
+        placing.give_back(plane.node, reservation.slots)
     if connection.ring is not None:
         plane.rings.give_back(connection.ring)
         connection.ring = None
@@ -153,7 +155,7 @@ def _hold(plane: DataPlane, connection: Connection, request: Request) -> None:
     if not is_view or node.ssd is None:
         hold()
         return
-    connection.work = read_path.BringUp(plane, connection, request, spec, message.batch, hold)
+    connection.work = BringUp(plane, connection, request, spec, message.batch, hold)
     connection.work.start()
 
 
@@ -192,7 +194,7 @@ def _touch(plane: DataPlane, connection: Connection, request: Request) -> None:
         asked = bool(request.header.flags & Flag.WAIT_LISTED)
         connection.answer(request, CodesAnswer(bytes(tiers), number=int(listed and asked)).encode())
 
-    write_path.answer_listed(plane, connection, request, mark, answer, needed=any(tiers))
+    placing.answer_listed(plane, connection, request, mark, answer, needed=any(tiers))
 
 
 def _drop(plane: DataPlane, connection: Connection, request: Request) -> None:
@@ -244,10 +246,10 @@ _HANDLERS: Final[dict[Op, Handler]] = {
     Op.RELEASE: _release,
     Op.READ: read_path.read,
     Op.WRITE: write_path.write,
-    Op.RESERVE: write_path.reserve_op,
-    Op.FILL: write_path.fill,
-    Op.COMMIT: write_path.commit_op,
-    Op.ABORT: write_path.abort,
+    Op.RESERVE: reserve_path.reserve_op,
+    Op.FILL: reserve_path.fill,
+    Op.COMMIT: reserve_path.commit_op,
+    Op.ABORT: reserve_path.abort,
     Op.DROP: _drop,
     Op.TOUCH: _touch,
     Op.STAT: _stat,

@@ -16,9 +16,7 @@ themselves when there was no room). Owns what one get does in which order; which
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,16 +25,15 @@ import xxhash
 from kvpool.core.frames import READ_ENTRY, Flag, FrameError, ReadAnswer, ReadRequest, Status
 from kvpool.core.hashing import chunk_sums
 from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers, miss_code
+from kvpool.worker.placing import INLINE_BYTES
+from kvpool.worker.ssd_load import load
 from kvpool.worker.tiers.base import TierError, Trouble
-from kvpool.worker.write_path import INLINE_BYTES
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
-    from kvpool.core.keys import KeyBatch
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.connection import Connection, Request
     from kvpool.worker.dataplane import DataPlane
-    from kvpool.worker.node import Node
     from kvpool.worker.tiers.ssd import StagedBlock
 
 ANSWER_BYTES_MAX: Final = 64 << 20  # inline or SSD bytes of one answer, unless its first block is larger
@@ -49,6 +46,7 @@ _SHARED: Final = int(BlockCode.HIT_SHARED)
 _LATER: Final = int(BlockCode.LATER)
 _REJECTED: Final = int(BlockCode.REJECTED)
 _EMPTY: Final = np.empty(0, dtype=np.uint64)
+_CAUSES: Final = {Trouble.DAMAGED: MissCause.CORRUPT, Trouble.BUSY: MissCause.TIMEOUT, Trouble.STALLED: MissCause.TIMEOUT}
 
 
 def read(plane: DataPlane, connection: Connection, request: Request) -> None:
@@ -147,8 +145,9 @@ class Read:
         each = -(-len(todo) // n_stripes)
         stripes = [todo[at : at + each] for at in range(0, len(todo), each)]
         self._jobs = len(stripes)
+        submit = node.submit if all(in_dram[i] for i in todo) else node.submit_io
         for stripe in stripes:
-            node.submit(self._prepare_in_pool, stripe)
+            submit(self._prepare_in_pool, stripe)
 
     def on_close(self) -> None:
         self._gone = True
@@ -331,118 +330,3 @@ class Read:
         for i in which:
             self.blocks[i] = None
         self.node.unpin(pinned)
-
-
-class BringUp:
-    """Copies the SSD blocks of a batch to DRAM, as far as there is room, then calls `then()`: a view needs its blocks there."""
-
-    def __init__(
-        self, plane: DataPlane, connection: Connection, request: Request, spec: NamespaceSpec, batch: KeyBatch,
-        then: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.node = plane.node
-        self.connection = connection
-        self.request = request
-        self.spec = spec
-        self.batch = batch
-        self.then = then
-        self.pinned: list[Block] = []
-        self._gone = False
-
-    def start(self) -> None:
-        with self.node.lock:
-            if Tiers.SSD not in self.node.table.tiers_of(self.batch, now_ms=self.node.now_ms(), touch=False):
-                cold = []
-            else:
-                found = self.node.table.pin(self.batch, now_ms=self.node.now_ms(), touch=False).blocks
-                self.pinned = [block for block in found if block is not None]
-                cold = [block for block in self.pinned if block.dram is None]
-        if cold:
-            self.node.submit(self._in_pool, cold)
-        else:
-            self._done()
-
-    def on_close(self) -> None:
-        self._gone = True
-
-    def _in_pool(self, cold: list[Block]) -> None:
-        try:
-            for block in cold:
-                if self._gone or time.monotonic() >= self.request.deadline:
-                    break
-                loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
-                if not isinstance(loaded, int):
-                    loaded.release()
-                    break  # no room: what follows could not be viewed anyway
-        except TierError as error:
-            self.node.count_read_trouble(self.spec.uid, error)
-        finally:
-            self.connection.loop.post(self._done)
-
-    def _done(self) -> None:
-        try:
-            if not self._gone:
-                self.then()  # pinned until it has held them
-        finally:
-            if self.pinned:
-                self.node.unpin(self.pinned)
-
-
-_CAUSES: Final = {Trouble.DAMAGED: MissCause.CORRUPT, Trouble.BUSY: MissCause.TIMEOUT, Trouble.STALLED: MissCause.TIMEOUT}
-
-
-def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
-    """A pinned block from SSD into memory, verified: its offset in the arena when it is in DRAM now, else (no room there) in
-    staging memory, to be released by the caller. In the pool only. Raises TierError; a damaged copy has been dropped then."""
-    mine = threading.Event()
-    with node.lock:
-        if block.dram is not None:
-            return node.offset(block)
-        theirs = node.loading.setdefault(block, mine)
-    if theirs is not mine:  # when the leader failed or found no room, it is read here, beside others
-        if not theirs.wait(max(0.0, deadline - time.monotonic())):
-            raise TierError(Trouble.BUSY, "another reader's load of the block was not over before the deadline")
-        with node.lock:
-            if block.dram is not None:
-                return node.offset(block)
-    try:
-        return _load_alone(node, block, spec, deadline=deadline)
-    finally:
-        if theirs is mine:
-            with node.lock:
-                node.loading.pop(block, None)
-            mine.set()
-
-
-def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
-    ssd, slot = node.ssd, block.ssd
-    if ssd is None or slot is None:
-        raise TierError(Trouble.DAMAGED, "the block's copy is gone")
-    try:
-        staged = ssd.read_block(slot, size=block.size, chunk_bytes=spec.chunk_bytes, block_sum=block.sum, deadline=deadline)
-    except TierError as error:
-        if error.trouble is Trouble.DAMAGED:
-            with node.lock:
-                node.table.corrupt(block, Tiers.SSD)
-                node.after_decision()
-        raise
-    with node.lock:
-        target = None if block.dram is not None else node.table.promote_reserve(block)
-        offset = -1 if target is None else node.table.dram.place(target)[1]
-        node.after_decision()
-    if target is None:
-        return staged
-    copied = False
-    try:
-        arena = node.dram.array(spec.uid)
-        np.copyto(arena[offset : offset + block.size], np.frombuffer(staged.view, dtype=np.uint8))
-        copied = True
-    finally:
-        with node.lock:
-            node.table.promote_done(block, target, staged.sums, ok=copied)
-            is_there = block.dram == target  # it may have been removed meanwhile: then the slot is free again
-            node.after_decision()
-    if not is_there:
-        return staged
-    staged.release()
-    return offset

@@ -70,7 +70,10 @@ def _run(settings: WorkerSettings) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(node, settings, token))
     finally:
-        node.close()
+        if not node.close():
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(0)  # an orderly end would wait for the disk for ever
 
 
 def read_token(path: str) -> str:

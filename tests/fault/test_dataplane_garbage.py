@@ -184,7 +184,9 @@ def test_scans_and_garbage_harm_nobody(make_cluster: MakeCluster, scale: float) 
 
 
 @pytest.mark.parametrize(
-    ("n_slow", "n_half", "seconds"), [(150, 16, 8), pytest.param(1000, 64, 120, marks=pytest.mark.reports)], ids=["scaled", "whole"]
+    ("n_slow", "n_half", "seconds"),
+    [(150, 16, 8), pytest.param(1000, 64, 120, marks=[pytest.mark.reports, pytest.mark.timeout(400)])],
+    ids=["scaled", "whole"],
 )
 def test_slow_senders_and_half_sent_puts_starve_nobody(
     make_cluster: MakeCluster, n_slow: int, n_half: int, seconds: int

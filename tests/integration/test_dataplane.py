@@ -196,6 +196,19 @@ def test_a_range_past_a_block_is_rejected_and_past_the_namespace_refused(worker:
         assert client.call(Op.READ, meta).status is Status.BAD_REQUEST
 
 
+def test_memory_that_changed_by_itself_is_found_by_verify_and_served_no_more(worker: WorkerNode) -> None:
+    spec = worker.fixed_namespace()
+    with worker.tcp() as client:
+        put(client, spec, "a", 3)
+        with worker.node.lock:
+            block = worker.node.table.spaces[spec.uid].blocks[chain(spec, "a", 3).split()[1]]
+            worker.node.dram.view(spec.uid, worker.node.offset(block) + 9000, 1)[0] ^= 1
+        answer, payload = client.read(chain(spec, "a", 3), flags=Flag.VERIFY)
+        assert codes(answer) == bytes([INLINE, miss_code(MissCause.CORRUPT), INLINE])
+        assert payload == blocks_of(spec, "a", 1)[0] + blocks_of(spec, "a", 1, start=2)[0]
+        assert client.touch(chain(spec, "a", 3)).codes == bytes([1, 0, 1])
+
+
 # --- who is told when -------------------------------------------------------------------------------------------------------
 
 
