@@ -42,7 +42,7 @@ _SCHEMES: Final = {
     "rediss+cluster": ("cluster", True),
 }
 _LATER: Final = frozenset(  # first words of redis' errors that pass by themselves, or by an operator
-    ("MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "BUSY")
+    ("MISCONF", "NOREPLICAS", "BUSY", "LOADING", "MASTERDOWN")
 )
 _POOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -143,6 +143,11 @@ def _node(place: str, default_port: int, wrong: Any) -> tuple[str, int]:
     return found[1] or found[2], int(found[3] or default_port)
 
 
+def _moved(problem: Any) -> tuple[type[Exception], ...]:
+    """redis' ways to say that this server is not the primary, or not now."""
+    return (problem.AskError, problem.ReadOnlyError, problem.ClusterDownError, problem.TryAgainError)
+
+
 @dataclass(slots=True)
 class LinkCounts:
     """Plain ints; shells export them."""
@@ -196,7 +201,7 @@ class RedisLink:
                 except problem.TimeoutError:  # no time for another attempt; the next call looks whether there is another primary
                     await self._forget(client)
                     raise
-                except (problem.MovedError, problem.AskError, problem.ReadOnlyError, problem.ConnectionError):
+                except (problem.ConnectionError, *_moved(problem)):
                     await self._forget(client)
                     if last:
                         raise
@@ -219,7 +224,7 @@ class RedisLink:
             raise StoreUnavailable(f"store: no answer from {self.place} in time") from error
         except (problem.AuthenticationError, problem.NoPermissionError, problem.AuthorizationError) as error:
             raise ConfigError(f"store: {self.place} refuses the credentials: {self._clean(error)}") from None
-        except (problem.ConnectionError, problem.RedisClusterException, problem.TryAgainError, OSError) as error:
+        except (problem.ConnectionError, problem.RedisClusterException, *_moved(problem), OSError) as error:
             self.counts.unavailable += 1
             raise StoreUnavailable(f"store: {self.place} cannot be reached: {self._clean(error)}") from error
         except problem.OutOfMemoryError as error:
@@ -313,7 +318,7 @@ class RedisLink:
 
         first = self.counts.calls % len(place.nodes)  # one that hangs is not asked first each time
         nodes = [ClusterNode(host, port) for host, port in place.nodes[first:] + place.nodes[:first]]
-        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, cluster_error_retry_attempts=0, **settings)
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
         try:
             await cluster.initialize()
             node = cluster.get_node_from_key(self._slot_key)

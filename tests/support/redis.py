@@ -108,7 +108,7 @@ class RedisServer:
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
         assert self._process is not None
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait(timeout=STOP_S)
 
     def stop(self) -> None:
@@ -126,20 +126,24 @@ class RedisServer:
 def replica_of(primary: RedisServer, directory: Path) -> RedisServer:
     """A started replica that is in step with `primary`."""
     replica = RedisServer(directory, "--replicaof", f"127.0.0.1 {primary.port}").start()
+    up = b"master_link_status:up"  # "online" at the primary is said while the replica still loads
+    wait_until(lambda: up in replica.command("INFO", "replication"), timeout_s=READY_S, what="replica in step")
     wait_until(lambda: b"state=online" in primary.command("INFO", "replication"), timeout_s=READY_S, what="replica online")
     return replica
 
 
-def sentinel_for(primary: RedisServer, directory: Path, *, service: str = "pool", down_after_ms: int = 500) -> RedisServer:
-    """A started Sentinel that watches `primary` alone (quorum 1) and knows its replicas."""
+def sentinel_for(primary: RedisServer, replica: RedisServer, directory: Path, *, service: str = "pool") -> RedisServer:
+    """A started Sentinel that watches `primary` alone (quorum 1) and has a link to its replica."""
+    down_after_ms = 500
     config = (
         f"sentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
+        f"sentinel known-replica {service} 127.0.0.1 {replica.port}\n"
         f"sentinel down-after-milliseconds {service} {down_after_ms}\n"
         f"sentinel failover-timeout {service} 5000\n"
     )
     sentinel = RedisServer(directory, config=config, sentinel=True).start()
-    known = b"num-slaves\r\n$1\r\n1"
-    wait_until(lambda: known in sentinel.command("SENTINEL", "MASTER", service), timeout_s=READY_S + 5, what="replica is known")
+    ok = b"master-link-status\r\n$2\r\nok"
+    wait_until(lambda: ok in sentinel.command("SENTINEL", "REPLICAS", service), what="Sentinel has asked the replica")
     return sentinel
 
 
