@@ -667,7 +667,7 @@ def test_many_readers_of_a_cold_chain_cost_one_read_of_the_disk(small: WorkerNod
     for thread in threads:
         thread.join()
     assert not wrong
-    assert small.node.ssd.counters()["blocks_read"] - before <= 2 * 8
+    assert small.node.ssd.counters()["blocks_read"] - before == 8
 
 
 def test_removed_for_good_also_from_disk_and_while_it_is_held(make_worker: Callable[..., WorkerNode], tmp_path: Path) -> None:
