@@ -330,24 +330,23 @@ def page_of(keys: Iterable[Key], *, after: Key, limit: int) -> list[Key]:
 class _Sweep:
     """Where a purge stands: holders it takes out, namespaces and keys still to be looked at."""
 
-    __slots__ = ("_at", "_keys", "_uid", "_uids", "holders")
+    __slots__ = ("_keys", "_uid", "_uids", "holders")
 
     def __init__(self, holders: frozenset[Holder], uids: list[NamespaceUid]) -> None:
         self.holders = holders
         self._uids = uids
         self._uid: NamespaceUid | None = None
         self._keys: list[Key] = []
-        self._at = 0
 
     def next(self, n: int, list_keys: Callable[[NamespaceUid], list[Key]]) -> tuple[NamespaceUid | None, list[Key]]:
-        """Up to n keys of one namespace; (None, []) at the end."""
-        while self._at >= len(self._keys):
+        """Up to n keys of one namespace; (None, []) at the end. They leave the list, which would else free all at once."""
+        while not self._keys:
             if not self._uids:
                 return None, []
             self._uid = self._uids.pop()
-            self._keys, self._at = list_keys(self._uid), 0
-        part = self._keys[self._at : self._at + n]
-        self._at += len(part)
+            self._keys = list_keys(self._uid)
+        part = self._keys[-n:]
+        del self._keys[-n:]
         return self._uid, part
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ WELCOME_MISSED_BYTES_MAX: Final = 32 << 20  # of all namespaces; past it a worke
 NAME_BYTES_MAX: Final = 256  # ids, addresses, host ids
 TIERS_MAX: Final = 8  # of one heartbeat
 HELLO_NAMESPACES_MAX: Final = 65_536
+SLICE_KEYS: Final = 4_096  # of an inventory that are applied at once: a few ms of the loop
 
 
 @dataclass(slots=True)
@@ -244,7 +245,7 @@ class Sessions:
                 return  # replaced, or taken for dead: a new hello sorts it out
             state.settle(state.members.heard(stream.worker_id, now_ms=state.now_ms()))
             try:
-                self._handle(stream, message)
+                await self._handle(stream, message)
             except KVPoolError as error:
                 raise Closed(error.code, str(error)) from error
             if stream.left:
@@ -279,12 +280,12 @@ class Sessions:
 
     # --- messages -------------------------------------------------------------------------------------------------------
 
-    def _handle(self, stream: Stream, message: pb.WorkerMessage) -> None:
+    async def _handle(self, stream: Stream, message: pb.WorkerMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "report":
             self._report(stream, message.report)
         elif kind == "inventory":
-            self._inventory(stream, message.inventory)
+            await self._inventory(stream, message.inventory)
         elif kind == "heartbeat":
             self._heartbeat(stream, message.heartbeat)
         elif kind == "task_done":
@@ -315,25 +316,29 @@ class Sessions:
         if accept in (Accept.OK, Accept.DUPLICATE):
             stream.outbox.ack(inbox.expected - 1)
 
-    def _inventory(self, stream: Stream, part: pb.InventoryPart) -> None:
+    async def _inventory(self, stream: Stream, part: pb.InventoryPart) -> None:
+        """Applied in slices, for others to run in between. A stream that ends meanwhile leaves an inventory that is not complete,
+        so that another one is asked for."""
         state, inbox = self._state, stream.extra.inbox
         batches = _check_batches(part.batches)
         if part.last and part.next_seq == 0:
             raise InvalidArgument("inventory.next_seq: must not be 0")
-        if not inbox.inventory_part(part.next_seq, first=part.first, last=part.last):
+        if not inbox.inventory_part(part.next_seq, first=part.first, last=False):
             return
-        now_ms = state.now_ms()
         if part.first:
-            _, change = state.members.begin_inventory(stream.worker_id, now_ms=now_ms)
+            _, change = state.members.begin_inventory(stream.worker_id, now_ms=state.now_ms())
             state.settle(change)
-        else:
-            state.members.inventory_part(stream.worker_id, now_ms=now_ms)
         holder = stream.member.next_holder
         assert holder is not None
-        for batch in batches:
-            self._apply(stream, holder, batch)
-        state.counts.inventory_keys += sum(len(batch.tiers) for batch in batches)
+        for piece in _slices(batches):
+            self._apply(stream, holder, piece)
+            state.counts.inventory_keys += len(piece.tiers)
+            await asyncio.sleep(0)
+            if state.members.of_holder(holder) is not stream.member:
+                return  # taken out meanwhile: replaced, or taken for dead
+        state.members.inventory_part(stream.worker_id, now_ms=state.now_ms())
         if part.last:
+            inbox.inventory_part(part.next_seq, first=False, last=True)
             state.settle(state.members.end_inventory(stream.worker_id))
             state.counts.inventories += 1
             log.info("event=inventory worker=%s holder=%d keys=%d", stream.worker_id, stream.member.holder,
@@ -450,6 +455,17 @@ def _check_hello(hello: pb.WorkerHello) -> WorkerInfo:
     if any(len(entry.namespace) != UID_BYTES for entry in hello.removals):
         raise InvalidArgument(f"removals.namespace: must have {UID_BYTES} bytes")
     return WorkerInfo(WorkerId(info.worker_id), Incarnation(info.incarnation), info.host_id, info.address, info.unix_name)
+
+
+def _slices(batches: list[ReportBatch]) -> Iterator[ReportBatch]:
+    """The same in batches of at most SLICE_KEYS keys."""
+    for batch in batches:
+        for start in range(0, len(batch.tiers), SLICE_KEYS):
+            stop = start + SLICE_KEYS
+            yield ReportBatch(
+                batch.namespace, batch.keys[KEY_BYTES * start : KEY_BYTES * stop], batch.tiers[start:stop],
+                batch.sizes[4 * start : 4 * stop],
+            )  # fmt: skip
 
 
 def _check_batches(batches: Any) -> list[ReportBatch]:

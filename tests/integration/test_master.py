@@ -381,6 +381,22 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_blocks(master: Role, cli
             assert cause_of(found.miss_cause) is MissCause.WORKER_LOST
 
 
+def test_half_an_inventory_counts_for_nothing_once_its_stream_is_cut(master: Role, client: Client) -> None:
+    uid, keys = client.uid(), keys_of(6)
+    first = ScriptedWorker(master.address)
+    first.join()
+    first.inventory([batch(uid, keys[:2])], next_seq=10)
+    first.send(inventory=pb.InventoryPart(next_seq=20, batches=[batch(uid, keys[2:4])], first=True))
+    wait_until(lambda: client.match(uid, keys).n_blocks == 4, what="the part is in the index")
+    first.cut()
+    with scripted(master.address, incarnation=first.incarnation) as again:
+        again.epoch, again.next_seq = first.epoch, 10
+        assert again.join().inventory_wanted
+        wait_until(lambda: client.match(uid, keys).n_blocks == 2)
+        again.inventory([batch(uid, keys[3:])], next_seq=30)
+        assert client.locate(uid, keys).n_replicas == b"\0\0\0\1\1\1"
+
+
 def test_a_second_stream_of_the_same_incarnation_replaces_the_first_and_keeps_the_blocks(master: Role, client: Client) -> None:
     uid, keys = client.uid(), keys_of(4)
     with scripted(master.address) as old:
