@@ -44,13 +44,15 @@ class Limits:
 class Space:
     """One namespace's blocks on this worker."""
 
-    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "misses", "reserved", "spec", "uid")
+    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "lingering", "misses", "reserved", "spec",
+                 "uid")  # fmt: skip
 
     def __init__(self, spec: NamespaceSpec, dram: SlabAllocator, generation: GenerationOf, exact_group: Group) -> None:
         self.uid, self.spec, self.dram, self.generation = spec.uid, spec, dram, generation
         self.exact_group = exact_group  # of blocks of exactly block_bytes
         self.blocks: dict[Key, Block] = {}  # live ones
         self.reserved: set[Block] = set()
+        self.lingering: set[Block] = set()  # gone, but with a record on disk: somebody reads it, or it is being written
         self.causes: Causes = {}
         self.misses: dict[Why, int] = {}
         self.blocked = False
@@ -102,6 +104,12 @@ class Block(Entry):
     def tiers(self) -> int:
         """Tiers that it is in, as reported (u8)."""
         return (1 if self.dram is not None else 0) | (2 if self.ssd is not None else 0)
+
+    @property
+    def ssd_slots(self) -> list[Slot]:
+        """SSD slots whose records name it, those of copies that went bad too."""
+        bad = [slot for tier, slot in self.doomed or () if tier is SSD]
+        return bad if self.ssd is None else [self.ssd, *bad]
 
     @property
     def generation(self) -> int:

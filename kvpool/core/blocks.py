@@ -78,6 +78,8 @@ class BlockTable(Holding):
         if space is not None:
             space.spec = spec
             return
+        if spec.uid in self._closing:
+            raise ValueError(f"namespace {spec.uid.hex()} was closed and is opened again: uids are made once")
         self.dram.open_arena(spec.uid, largest_bytes=spec.block_bytes)
         if self.ssd is not None:
             self.ssd.open_arena(spec.uid, largest_bytes=spec.block_bytes)
@@ -345,7 +347,8 @@ class BlockTable(Holding):
 
     def remove(self, batch: KeyBatch | tuple[NamespaceUid, bytes], *, cause: MissCause = MissCause.REMOVED) -> bytes:
         """Invisible at once, puts under way of these keys too (their commit says FULL); slots are freed by the last user. Works
-        on blocked namespaces. u8 [n]: 1 where the key was here. Confirm to others only after `drain_actions` and its work."""
+        on blocked namespaces. u8 [n]: 1 where the key was here. Confirm to others only when no record of it is on disk: after
+        `drain_actions` and its work, and with `with_records` erased."""
         uid, packed = (batch.namespace, batch.keys) if isinstance(batch, KeyBatch) else batch
         space = self.spaces.get(uid)
         keys = split_keys(packed)
@@ -379,6 +382,22 @@ class BlockTable(Holding):
             block.gone = MissCause.REMOVED
         self.counters["removed"] += len(blocks)
         return len(blocks)
+
+    def with_records(self, uid: NamespaceUid, keys: bytes | None = None) -> list[Block]:
+        """Blocks of these packed keys (None: all), live or gone, that have a record on disk (`ssd_slots`) or get one soon
+        (`demoting`). What must be erased before a removal of them may be confirmed. Ask before removing; pin them meanwhile."""
+        space = self.spaces.get(uid)
+        if space is None:
+            return []
+        if keys is None:
+            found = [*space.blocks.values(), *space.lingering]
+        else:
+            named = split_keys(keys)
+            found = [block for key in named if (block := space.blocks.get(key)) is not None]
+            if space.lingering:
+                wanted = set(named)
+                found += [block for block in space.lingering if block.key in wanted]
+        return [block for block in found if block.demoting or block.ssd_slots]
 
     # --- what there is --------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ def check_copies(table: Copies) -> None:
             known.add(block)
             _check_live(table, block)
             assert block.key == key and block.space is space and key not in space.causes
+        for block in space.lingering:
+            assert block.gone is not None and (block.ssd_slots or block.demoting), f"nothing of it is on disk: {block}"
         for block in space.reserved:
             known.add(block)
             assert not block.live and block.dram is not None and block.ssd is None and not block.pins, block
@@ -32,6 +34,7 @@ def check_copies(table: Copies) -> None:
     for slot, block in in_ssd.items():
         doomed = [s for tier, s in block.doomed or () if tier is SSD]
         assert slot == block.ssd or (block.demoting and slot == block.flight) or slot in doomed, f"slot of nobody: {block}"
+        assert block in known or block in block.space.lingering, f"gone, on disk, and not remembered: {block}"
         assert block in known or block.pins or block.held_ssd, f"gone, unused, and yet it has a slot: {block}"
     blocks = known | set(in_dram.values()) | set(in_ssd.values())
     assert table.held_bytes[DRAM] == sum(b.size for b in blocks if b.held_dram), "held bytes of DRAM"

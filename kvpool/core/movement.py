@@ -113,6 +113,8 @@ class Movement(Copies):
                 if not block.refused:
                     self._dirty[block] = None
                     self._dirty.move_to_end(block, last=False)
+            if block.gone is not None:
+                self._note_lingering(block)
         self.unpin((block,))
 
     def _attach_ssd(self, block: Block, slot: Slot) -> None:
@@ -192,6 +194,7 @@ class Movement(Copies):
             self._free_ssd(slot)
         if block.dram is None and block.ssd is None:
             self._expel(block, cause, tier)
+            self._note_lingering(block)
         else:
             if block.ssd is None and self.ssd is not None:
                 self._make_dirty(block)

@@ -137,6 +137,8 @@ class SlabAllocator:
                  overhead_bytes: Callable[[int], int] | None = None, grow: bool = True) -> None:  # fmt: skip
         if capacity_bytes < 0 or align < 1:
             raise ValueError(f"capacity_bytes {capacity_bytes} or align {align} is out of range")
+        if grow and overhead_bytes is not None:
+            raise ValueError("an extent with overhead (a file with a fixed record table) cannot grow")
         wanted = extent_bytes or min(EXTENT_BYTES, max(EXTENT_BYTES_MIN, capacity_bytes // EXTENTS_MIN))
         self.capacity_bytes = capacity_bytes
         self.stride_bytes = -(-wanted // PAGE_BYTES) * PAGE_BYTES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,10 +20,8 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(0, 1 << 20), grow=st.booleans(), align=st.sampled_from([1, 4096]))
     def start(self, capacity: int, grow: bool, align: int) -> None:
-        overhead = 0 if align == 1 else 4096
-        self.slots = SlabAllocator(
-            capacity_bytes=capacity, align=align, grow=grow, overhead_bytes=lambda n: overhead + 16 * n if overhead else 0
-        )
+        overhead = None if grow else lambda n: 4096 + 128 * n
+        self.slots = SlabAllocator(capacity_bytes=capacity, align=align, grow=grow, overhead_bytes=overhead)
         self.used: dict[Slot, tuple[NamespaceUid, int]] = {}
         self.order: list[Slot] = []
         self.punched: list[tuple[NamespaceUid, int, int]] = []  # handed to the shell, not done yet
@@ -68,12 +68,12 @@ class SlotsMachine(RuleBasedStateMachine):
         places = []
         for slot, (arena, size) in self.used.items():
             where, offset, gen_index = self.slots.place(slot)
-            assert where == arena and 0 <= offset and offset + size <= self.slots.arena_bytes
+            assert where == arena and offset >= 0 and offset + size <= self.slots.arena_bytes
             assert 0 <= gen_index < self.slots.gen_words
             places.append((arena, offset, size))
         places += self.punched  # what the shell may be punching now belongs to nobody
         places.sort()
-        for (arena, offset, size), (other, start, _) in zip(places, places[1:], strict=False):
+        for (arena, offset, size), (other, start, _) in itertools.pairwise(places):
             assert arena != other or offset + size <= start, "two slots share bytes, or a slot is being punched"
         assert len(self.used) == self.slots.n_blocks
         words = [(self.used[slot][0], self.slots.place(slot)[2]) for slot in self.used]

@@ -702,6 +702,35 @@ def test_removal_between_candidates_and_reserve() -> None:
     rig.check()
 
 
+def test_what_has_a_record_on_disk_is_known_until_it_is_erased() -> None:
+    """A removal may be confirmed only when no record is left, also of a block that was dropped before and is still read."""
+    rig = Rig(4, 100)
+    rig.put(chain("a", 3))
+    assert rig.table.with_records(uid_of(1)) == []
+    for block in list(rig.table._dirty)[:1]:
+        rig.table._urgent[block] = None
+    (writing,) = rig.table.clean_candidates(1 << 30, now_ms=0)
+    assert rig.table.with_records(uid_of(1)) == [writing], "a record may come at any moment"
+    slot = rig.table.ssd_reserve(writing)
+    rig.table.ssd_done(writing, slot, ok=True)
+    rig.write_all_down()
+    pinned = rig.pin(chain("a", 3))
+    held = rig.hold(chain("a", 2))
+    bad = pinned.blocks[2]
+    assert bad is not None
+    rig.table.corrupt(bad, Tiers.SSD)
+    rig.table.remove(chain("a", 3))
+    keys = chain("a", 3).keys
+    assert len(rig.table.with_records(uid_of(1), keys)) == len(rig.table.with_records(uid_of(1))) == 3
+    assert rig.table.with_records(uid_of(1), keys[:34])[0].ssd_slots
+    rig.table.unpin(pinned.blocks)
+    rig.table.release([held.hold_id])
+    assert rig.table.with_records(uid_of(1)) == []
+    rig.apply()
+    assert not rig.disk
+    rig.check()
+
+
 def test_a_held_ssd_block_stays_readable_without_dram() -> None:
     rig = Rig(4, 8)
     rig.put(chain("a", 4))

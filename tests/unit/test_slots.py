@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvpool.core.slots import (
@@ -27,7 +29,17 @@ def opened(capacity_bytes: int, largest_bytes: int, **more: object) -> SlabAlloc
 
 @pytest.mark.parametrize(
     ("n", "block_bytes"),
-    [(300, 16384), (1, 16384), (7, 12345), (1000, 12345), (64, 1 << 20), (3, 100 << 20), (17, 1), (5000, 513), (9, (64 << 20) + 1)],
+    [
+        (300, 16384),
+        (1, 16384),
+        (7, 12345),
+        (1000, 12345),
+        (64, 1 << 20),
+        (3, 100 << 20),
+        (17, 1),
+        (5000, 513),
+        (9, (64 << 20) + 1),
+    ],
 )
 @pytest.mark.parametrize("at_a_time", [1, 64, 10_000])
 def test_exactly_n_blocks_fit(n: int, block_bytes: int, at_a_time: int) -> None:
@@ -38,7 +50,7 @@ def test_exactly_n_blocks_fit(n: int, block_bytes: int, at_a_time: int) -> None:
     assert len(got) == len(set(got)) == n == slots.n_blocks
     assert slots.used_bytes == n * block_bytes
     places = sorted(slots.place(slot)[1] for slot in got)
-    assert all(b - a >= block_bytes for a, b in zip(places, places[1:], strict=False)), "slots overlap"
+    assert all(b - a >= block_bytes for a, b in itertools.pairwise(places)), "slots overlap"
     assert places[-1] + block_bytes <= slots.arena_bytes
     assert all(slots.place(slot)[2] < slots.gen_words for slot in got)
     assert len({slots.place(slot)[2] for slot in got}) == n
