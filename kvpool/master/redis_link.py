@@ -172,7 +172,7 @@ class RedisLink:
             "data": asyncio.Semaphore(CONNECTIONS_MAX - LEASE_CONNECTIONS),
             "lease": asyncio.Semaphore(LEASE_CONNECTIONS),
         }
-        self._closed = False
+        self.closed = False
 
     async def call(self, *command: Any, lane: str = "data", deadline_s: float = CALL_S) -> Any:
         """One command. Raises StoreUnavailable, StoreDamaged (a key of another type), Fenced, QuotaExceeded, ConfigError (refused
@@ -185,6 +185,7 @@ class RedisLink:
 
         self.counts.calls += 1
         async with self._errors(), asyncio.timeout(deadline_s), self._slots[lane]:
+            elsewhere: Any = (problem.ConnectionError, *_moved(problem))
             for last in (False, True):
                 client = await self._primary()
                 try:
@@ -201,7 +202,7 @@ class RedisLink:
                 except problem.TimeoutError:  # no time for another attempt; the next call looks whether there is another primary
                     await self._forget(client)
                     raise
-                except (problem.ConnectionError, *_moved(problem)):
+                except elsewhere:
                     await self._forget(client)
                     if last:
                         raise
@@ -212,8 +213,9 @@ class RedisLink:
         """redis' errors as kvpool's."""
         import redis.exceptions as problem
 
-        if self._closed:
+        if self.closed:
             raise StoreUnavailable(f"store: the connection to {self.place} was closed")
+        unreachable: Any = (problem.ConnectionError, problem.RedisClusterException, *_moved(problem), OSError)
         try:
             yield
         except KVPoolError:
@@ -224,7 +226,7 @@ class RedisLink:
             raise StoreUnavailable(f"store: no answer from {self.place} in time") from error
         except (problem.AuthenticationError, problem.NoPermissionError, problem.AuthorizationError) as error:
             raise ConfigError(f"store: {self.place} refuses the credentials: {self._clean(error)}") from None
-        except (problem.ConnectionError, problem.RedisClusterException, *_moved(problem), OSError) as error:
+        except unreachable as error:
             self.counts.unavailable += 1
             raise StoreUnavailable(f"store: {self.place} cannot be reached: {self._clean(error)}") from error
         except problem.OutOfMemoryError as error:
@@ -267,7 +269,7 @@ class RedisLink:
         async with self._finding:
             if self._client is None:
                 client = await self._find()
-                if self._closed:  # while it was looked for
+                if self.closed:  # while it was looked for
                     await client.aclose()
                     raise StoreUnavailable(f"store: the connection to {self.place} was closed")
                 self._client = client
@@ -336,7 +338,7 @@ class RedisLink:
 
     async def close(self) -> None:
         """Ends all connections; bounded, raises nothing. Calls that are under way end with StoreUnavailable."""
-        self._closed = True
+        self.closed = True
         client, self._client = self._client, None
         sentinel, self._sentinel = self._sentinel, None
         with contextlib.suppress(Exception):

@@ -45,8 +45,8 @@ local holder = redis.call('GET', lease)
 """
 )
 
-# KEYS meta, lease; ARGV owner, address, ttl_ms, floor. A lease without an end (nobody of us writes one) is given one. A store whose
-# epoch is below one that was seen was set back (a fail-over to a replica that lagged): its lease is of an old term, and void.
+# KEYS meta, lease; ARGV owner, address, ttl_ms, floor. A lease without an end (nobody of us writes one) is given one. A store
+# whose epoch is below one that was seen was set back (a fail-over to a replica that lagged): its lease is void.
 TAKE: Final = (
     _LEASE
     + """

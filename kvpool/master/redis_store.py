@@ -100,6 +100,8 @@ class RedisStore:
     async def open(self) -> Epoch:
         """With an epoch that was adopted: that one. Else takes the lease and keeps it until `close`; ConfigError when another
         master keeps it."""
+        if self._link.closed:
+            self._link = RedisLink(self.place, slot_key=self._meta)
         await self._check_server()
         if self._epoch is not None:
             return self._epoch

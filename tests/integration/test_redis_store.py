@@ -31,7 +31,7 @@ from kvpool.master.redis_link import CONNECTIONS_MAX, Fenced, StoreDamaged, Stor
 from kvpool.master.redis_store import RedisStore
 from kvpool.master.store import NamespaceRecord, WorkerRecord
 from tests.support.lease_model import TERMS, ModelStore
-from tests.support.proxy import TcpProxy
+from tests.support.proxy import TcpProxy, free_port
 from tests.support.redis import RedisServer, cluster_of_one, replica_of, sentinel_for
 
 UID = NamespaceUid(b"u" * 16)
@@ -206,6 +206,9 @@ def test_the_scripts_of_the_lease_do_what_the_model_does(redis: RedisServer) -> 
             if rng.random() < 0.15:  # time passes
                 redis.command("DEL", f"{TAG}:lease")
                 now_ms += 10**9
+            if rng.random() < 0.03:  # a fail-over forgets take-overs
+                model.epoch = max(0, model.epoch - 2)
+                redis.command("HSET", f"{TAG}:meta", "epoch", str(model.epoch))
             expected = model.ask(store.owner, ask, now_ms)
             if isinstance(ask, Take):
                 reply = await store.take(floor=ask.floor, address=f"{store.owner}:1")
@@ -656,6 +659,32 @@ def test_a_cluster_keeps_all_keys_of_a_pool_together(tmp_path: Path) -> None:
         await eventually(lambda: store.put_worker(WORKER), timeout_s=10)
         assert await store.workers() == [WORKER]
         await store.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.stop()
+
+
+def test_tls_checks_who_answers(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(make, check=True, timeout=60, capture_output=True)
+    server = RedisServer(tmp_path / "tls")
+    tls_port = free_port()
+    server.options += ["--tls-port", str(tls_port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
+    server.options += ["--tls-auth-clients", "no", "--tls-ca-cert-file", str(cert)]
+    server.start()
+
+    async def main() -> None:
+        async with leading(f"rediss://127.0.0.1:{tls_port}/0?ca={cert}") as store:
+            await store.put_worker(WORKER)
+            assert await store.workers() == [WORKER]
+        stranger = RedisStore(f"rediss://127.0.0.1:{tls_port}/0")
+        with pytest.raises(StoreUnavailable, match="certificate"):
+            await stranger.open()
+        await stranger.close()
 
     try:
         asyncio.run(main())

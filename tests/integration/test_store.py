@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,10 +17,12 @@ from kvpool.core.removals import Removal
 from kvpool.core.types import NamespaceUid, WorkerId
 from kvpool.errors import ConfigError
 from kvpool.master.lmdb_store import LmdbStore
+from kvpool.master.redis_store import RedisStore
 from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
+from tests.support.redis import RedisServer
 
 T = TypeVar("T")
-KINDS: dict[str, Callable[[Path], Store]] = {"lmdb": LmdbStore}
+KINDS = ("lmdb", "redis")
 UID, NEXT = NamespaceUid(b"u" * 16), NamespaceUid(b"u" * 15 + b"v")
 RECORD = NamespaceRecord(
     NamespaceSpec.of("näme", KVLayout.opaque(block_bytes=4096), uid=UID, hash="external", salt=b"\0\xff", replicas=2), 3
@@ -28,10 +30,15 @@ RECORD = NamespaceRecord(
 WORKER = WorkerRecord(WorkerId("w1"), 2**64 - 1, "host", "h:1", "h:2", 5, True)
 
 
-@pytest.fixture(params=sorted(KINDS))
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
     """make() gives a store that is not open, always on the same place."""
-    return lambda: KINDS[request.param](tmp_path / "data")
+    if request.param == "lmdb":
+        yield lambda: LmdbStore(tmp_path / "data")
+        return
+    server = RedisServer(tmp_path / "redis").start()
+    yield lambda: RedisStore(server.url(), master_id="m-1")
+    server.stop()
 
 
 def run(store: Store, work: Callable[[Store], Awaitable[T]]) -> T:

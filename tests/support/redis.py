@@ -45,7 +45,7 @@ class RedisServer:
     def __init__(self, directory: Path, *options: str, config: str = "", sentinel: bool = False) -> None:
         self.directory = directory
         self.port = free_port()
-        self._options = list(options)
+        self.options = list(options)
         self._config = config
         self._sentinel = sentinel
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,7 +77,7 @@ class RedisServer:
             command.append("--sentinel")
         else:
             command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--repl-diskless-sync-delay", "0"]
-        command += self._options
+        command += self.options
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_until(self._answers, timeout_s=READY_S, what=f"redis on {self.address}; log: {self.directory / 'log'}")
