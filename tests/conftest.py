@@ -44,12 +44,12 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
-def make_proxy() -> Iterator[Callable[[str], TcpProxy]]:
-    """make_proxy("host:port") starts a relay to there; closed after the test."""
+def make_proxy() -> Iterator[Callable[..., TcpProxy]]:
+    """make_proxy("host:port", listen="127.0.0.1:0") starts a relay to there; closed after the test."""
     proxies: list[TcpProxy] = []
 
-    def make(target: str) -> TcpProxy:
-        proxies.append(TcpProxy(target))
+    def make(target: str, **settings: Any) -> TcpProxy:
+        proxies.append(TcpProxy(target, **settings))
         return proxies[-1]
 
     yield make

@@ -22,7 +22,7 @@ class Mode(Enum):
 class TcpProxy:
     """Relays `address` to `target` ("host:port"). Modes may change at any time, from any thread; close() ends it."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, listen: str = "127.0.0.1:0") -> None:
         self.target = target
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
@@ -34,7 +34,8 @@ class TcpProxy:
         self._wake = threading.Condition()
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        host, _, port = listen.rpartition(":")
+        self._listener = socket.create_server((host, int(port)))
         self._listener.settimeout(TICK_S)
         self._start(self._accept)
 
