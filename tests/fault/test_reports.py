@@ -1,0 +1,439 @@
+"""Public bug reports of other stores as black-box tests: integrity, lifetime, hashes, protocol. Named by the reports' ids.
+
+Scaled in `make test`, at the reports' own numbers in `make reports`. Failures of machines, disks and networks: `test_reports_failures`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool.core.frames import Flag, Header, KeysRequest, Op, ReadRequest, Status
+from kvpool.core.keys import KeyBatch
+from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, BlockCode, HoldId, MissCause, NamespaceUid, Outcome, RemoveOutcome
+from kvpool.errors import InvalidArgument, KVPoolError, LayoutMismatch
+from kvpool.transport.rpc import open_channel
+from kvpool.v1 import master_pb2 as pb
+from kvpool.v1 import master_pb2_grpc
+from tests.support.cluster import Cluster
+from tests.support.observe import half_closed, http_get, listening, metrics, now, usage
+from tests.support.payload import check, payload, payloads
+from tests.support.processes import Role, cli_env, run_cli
+from tests.support.raw_client import RawClient, write_meta
+from tests.support.scale import FULL, scaled
+from tests.support.waiting import pause, wait_until
+
+pytestmark = [pytest.mark.reports, pytest.mark.timeout(1200)] if FULL else [pytest.mark.timeout(60)]
+
+MakeCluster = Callable[..., Cluster]
+Connect = Callable[..., kvpool.Client]
+MIB = 1 << 20
+KIB = 1 << 10
+ROOT = Path(__file__).parents[2]
+BACK_S = 30.0  # what a cause leaves behind is gone by then
+SLACK_S = 2.0  # a call past its deadline
+GUARD = 0xEE
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One worker without SSD that tests share which break nothing; each has its own namespaces."""
+    cluster = Cluster(tmp_path_factory.mktemp("pool"), dram=scaled("192MiB", "512MiB")).start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def connect(pool: Cluster) -> Iterator[Connect]:
+    clients: list[kvpool.Client] = []
+
+    def make(**settings: Any) -> kvpool.Client:
+        clients.append(kvpool.connect(pool.master_address, **settings))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def opaque(block_bytes: int, *, block_tokens: int = 1) -> kvpool.KVLayout:
+    return kvpool.KVLayout.opaque(block_bytes=block_bytes, block_tokens=block_tokens)
+
+
+def keyed(client: kvpool.Client, name: str, block_bytes: int, **more: Any) -> kvpool.Namespace:
+    """A namespace of keys that are apart, not a chain: as stores with string keys have them."""
+    return client.namespace(name, opaque(block_bytes), create=True, hash="external", **more)
+
+
+def key(ns: kvpool.Namespace, *names: object) -> kvpool.PrefixHashes:
+    return ns.hashes([f"key-{name}".encode().ljust(16, b".") for name in names])
+
+
+def read(ns: kvpool.Namespace, name: object, *, versions: Sequence[int] = (1,), size: int | None = None, **more: Any) -> bool:
+    """Get of one key with CHECK; False: a miss."""
+    size = ns.block_bytes if size is None else size
+    out = np.full((1, size), GUARD, np.uint8)
+    got = ns.get(key(ns, name), out, **more)
+    if not got.n_blocks:
+        assert got.miss is not None, got
+        return False
+    check(name, out[0], versions=versions, size=got.sizes[0])
+    assert got.sizes == [size]
+    return True
+
+
+def store(ns: kvpool.Namespace, *names: object, version: int = 1, size: int | None = None, **more: Any) -> kvpool.PutResult:
+    size = ns.block_bytes if size is None else size
+    return ns.put(key(ns, *names), payloads(names, version=version, size=size), **more)
+
+
+def python(source: str, *args: object, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
+    """A client program of its own."""
+    command = [sys.executable, "-c", source, *map(str, args)]
+    return subprocess.Popen(command, text=True, env=cli_env(env), cwd=ROOT, stdout=subprocess.PIPE, stdin=subprocess.PIPE, **more)
+
+
+@contextlib.contextmanager
+def ended(*processes: subprocess.Popen[Any]) -> Iterator[None]:
+    """These programs are gone after the block, whatever happens."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(20)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+
+
+def said(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
+    """The output of a program that must end well."""
+    with ended(process):
+        out, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, out
+        return out.strip()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """All calls in threads of their own; their results, or the first error."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+@contextlib.contextmanager
+def meanwhile(*bodies: Callable[[int], None]) -> Iterator[list[int]]:
+    """Each body again and again (its argument: which time) in a thread of its own; an error of one fails the block. Counts."""
+    stop, counts, errors = threading.Event(), [0] * len(bodies), []
+
+    def run(index: int) -> None:
+        try:
+            while not stop.is_set() and not errors:
+                bodies[index](counts[index])
+                counts[index] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        if errors:
+            raise errors[0]
+
+
+def settled(role: Role) -> bool:
+    """Nothing is held, reserved or in quarantine."""
+    return all(now(role, what) == 0 for what in ("holds", "held_dram_bytes", "held_ssd_bytes", "reserved", "quarantined_bytes"))
+
+
+def relayed(make_proxy: Callable[..., Any], role: Role) -> Any:
+    """The relay in front of a worker that was started with `advertise 127.0.0.2`: TCP clients come through it."""
+    host, _, port = role.address.rpartition(":")
+    assert host == "127.0.0.2"
+    return make_proxy(f"127.0.0.1:{port}", listen=role.address)
+
+
+RELAYED = ("--advertise", "127.0.0.2")
+
+
+# --- integrity -----------------------------------------------------------------------------------------------------------
+
+
+def test_B01_what_failed_to_be_stored_is_not_there(make_cluster: MakeCluster) -> None:
+    """There is no put to a named tier: blocks go down by themselves, so the device fails while they do (a file size limit of the
+    running worker, in the middle of its slab files)."""
+    cluster = make_cluster(dram="8MiB", ssd="64MiB")
+    worker, n = cluster.worker(), 24
+    ns = keyed(cluster.connect(), "b01", MIB)
+    stored: set[int] = set()
+
+    def put(names: Sequence[int]) -> None:
+        done = store(ns, *names, deadline_ms=5_000)
+        assert len(done.outcomes) == len(names), "a result for each key"
+        for name, outcome, reason in zip(names, done.outcomes, done.reasons, strict=True):
+            assert outcome in (Outcome.STORED, Outcome.ALREADY) or reason, "what failed says why"
+            if outcome in (Outcome.STORED, Outcome.ALREADY):
+                stored.add(name)
+
+    def look(names: Sequence[int]) -> set[int]:
+        there = set()
+        for name in names:
+            listed = ns.match(key(ns, name))
+            if read(ns, name):
+                assert name in stored, f"key {name} was not stored, and is there"
+                there.add(name)
+            elif listed:
+                assert not ns.match(key(ns, name)) or not ns.touch(key(ns, name)), f"key {name} is listed and cannot be read"
+        return there
+
+    put(range(8))
+    slabs = wait_until(lambda: sorted(cluster.ssd_dir(0).glob("slab-*")), what="slab files")
+    limit = min(slab.stat().st_size for slab in slabs) * 3 // 10
+    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for first in range(8, n, 4):
+        put(range(first, first + 4))
+    assert len(stored) >= 8 and look(range(n)), "memory goes on without the disk"
+    resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    worker.kill()
+    cluster.start_worker(0)
+    wait_until(lambda: cluster.connect().describe()["complete"])
+    look(range(n))
+    for first in range(0, n, 4):
+        put(range(first, first + 4))
+    assert stored == set(range(n)), "what failed can be put again"
+    wait_until(lambda: len(look(range(n))) == n, what="all 24 fit into both tiers")
+
+
+def test_B01_a_source_that_fails_half_way_leaves_nothing(connect: Connect) -> None:
+    ns = keyed(connect(), "b01-source", MIB)
+    data = payloads(range(8), size=MIB)
+    broken: list[Any] = [*data[:3], object(), *data[4:]]
+    with pytest.raises(InvalidArgument, match=r"blocks\[3\]"):
+        ns.put(key(ns, *range(8)), broken)
+
+    def parts() -> Iterator[bytes]:
+        yield from (data[0], data[1], data[2])
+        raise RuntimeError("the source ends half way")
+
+    with pytest.raises(RuntimeError, match="half way"), ns.put_session(key(ns, *range(8))) as session:
+        for index, part in enumerate(parts()):
+            session.write(index, 0, part)
+    with ns.put_session(key(ns, *range(8))) as session:  # half of block 3 is missing
+        for index in range(8):
+            session.write(index, 0, data[index][: MIB // 2] if index == 3 else data[index])
+        done = session.commit()
+    for name in range(8):
+        assert read(ns, name) is (done.outcomes[name] is Outcome.STORED), done
+    assert done.outcomes[3] is Outcome.REJECTED and done.reasons[3]
+    assert store(ns, *range(8)).n_there == 8
+    assert all(read(ns, name) for name in range(8))
+
+
+def test_B04_another_layout_of_the_same_size_is_refused(connect: Connect) -> None:
+    shape: dict[str, Any] = {"model": "m", "revision": "1", "dtype": "bfloat16", "n_layers": 1, "n_kv_heads": 8, "head_dim": 128,
+                             "block_tokens": 16, "format": "NHD/K-then-V"}  # fmt: skip
+    right = kvpool.KVLayout(**shape)
+    ns = connect().namespace("b04", right, create=True)
+    hashes, data = ns.hash(range(64)), payloads(range(4), size=right.block_bytes)
+    assert ns.put(hashes, data).n_there == 4
+    wrong = [{"dtype": "float16"}, {"dtype": "float8_e4m3fn", "head_dim": 256}, {"format": "NHD/packed"}, {"format": "HND/1"},
+             {"n_kv_heads": 16, "planes": 1}, {"n_kv_heads": 4, "n_layers": 2}, {"n_kv_heads": 16, "tp_size": 2},
+             {"n_kv_heads": 128, "head_dim": 8}, {"revision": "2"}, {"model": "other"}]  # fmt: skip
+    for change in wrong:
+        other = kvpool.KVLayout(**(shape | change))
+        assert other.block_bytes == right.block_bytes, "the byte count does not tell them apart"
+        for create in (False, True):
+            with pytest.raises(LayoutMismatch):
+                connect().namespace("b04", other, create=create)
+    for salt, hash_ in ((b"x", "sha256"), (b"", "xxh3_128")):
+        with pytest.raises(LayoutMismatch):
+            connect().namespace("b04", right, create=True, salt=salt, hash=hash_)
+    reader = connect().namespace("b04", right)
+    out = np.zeros_like(data)
+    assert reader.get(hashes, out).n_blocks == 4
+    assert (out == data).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_B04_a_buffer_of_another_size_spills_nothing(connect: Connect, transport: str) -> None:
+    """Uneven parts of one value (64 + 64 for 100 bytes): a get takes one buffer a block; a byte range is the part."""
+    n = 100_000
+    client = connect(transport=transport)
+    fixed_layout = kvpool.KVLayout(model="m", revision="1", dtype="float16", n_layers=1, n_kv_heads=1, head_dim=n // 4,
+                                   block_tokens=1, format="NHD/1")  # fmt: skip
+    fixed, free = client.namespace(f"b04f-{transport}", fixed_layout, create=True), keyed(client, f"b04o-{transport}", 2 * n)
+    assert fixed.block_bytes == n
+    data = payload("a", 1, n)
+    assert fixed.put(fixed.hash([1]), [data]).n_there == free.put(key(free, "a"), [data]).n_there == 1
+    for size in (n - 1, n, n + 1, 2 * n):
+        for ns, hashes in ((fixed, fixed.hash([1])), (free, key(free, "a"))):
+            memory = bytearray([GUARD]) * (size + 64)
+            try:
+                got = ns.get(hashes, [memoryview(memory)[:size]])
+            except InvalidArgument as error:
+                assert ns is fixed and size != n and "out[0]" in str(error)
+                assert memory == bytes([GUARD]) * len(memory)
+                continue
+            assert memory[size:] == bytes([GUARD]) * 64
+            if size < n:
+                assert (ns, got.n_blocks) == (free, 0) and "out[0]" in got.reason
+                assert memory == bytes([GUARD]) * len(memory), "nothing written"
+            else:
+                assert (got.n_blocks, got.sizes) == (1, [n])
+                assert memory[:n] == data and memory[n:] == bytes([GUARD]) * (size + 64 - n)
+    for at, length in ((0, 64_000), (64_000, 36_000)):
+        part = bytearray(length)
+        assert free.get(key(free, "a"), [part], byte_range=(at, length)).n_blocks == 1
+        assert part == data[at : at + length]
+    memory = bytearray([GUARD]) * 64_000
+    got = free.get(key(free, "a"), [memory], byte_range=(64_000, 64_000))
+    assert (got.n_blocks, memory) == (0, bytes([GUARD]) * 64_000), "a range past the value's end is not made up"
+    with pytest.raises(InvalidArgument, match="contiguous"):
+        free.get(key(free, "a"), [np.zeros(2 * n, np.uint8)[::2]])
+
+
+def test_B31_blocks_that_went_down_and_came_up_are_still_themselves(make_cluster: MakeCluster) -> None:
+    n, n_readers = scaled(40, 200), scaled(4, 8)
+    cluster = make_cluster(dram=scaled("8MiB", "32MiB"), ssd=scaled("96MiB", "512MiB"))
+    clients = [cluster.connect(transport=transport) for transport in ("shm", "tcp")]
+    spaces = [keyed(client, "b31", MIB) for client in clients]
+    small = [keyed(client, "b31-small", 64 * KIB) for client in clients]
+    put = [0]
+
+    def reader(seed: int) -> Callable[[int], None]:
+        chance, ns = random.Random(seed), spaces[seed % 2]
+
+        def one(_: int) -> None:
+            if put[0]:
+                read(ns, chance.randrange(put[0]), deadline_ms=5_000)
+
+        return one
+
+    def short_lived(seed: int) -> Callable[[int], None]:
+        ns = small[seed % 2]
+
+        def one(turn: int) -> None:
+            name = f"{seed}/{turn}"
+            store(ns, name, deadline_ms=5_000)
+            read(ns, name, deadline_ms=5_000)
+            if turn >= 8:
+                ns.remove(key(ns, f"{seed}/{turn - 8}"), deadline_ms=5_000)
+
+        return one
+
+    with meanwhile(*map(reader, range(n_readers)), *map(short_lived, range(scaled(2, 4)))) as counts:
+        for name in range(n):
+            wait_until(lambda name=name: store(spaces[0], name, deadline_ms=5_000).n_there == 1, what=f"room for {name}")
+            put[0] = name + 1
+        end = time.monotonic() + scaled(2.0, 300.0)
+        wait_until(lambda: time.monotonic() >= end and min(counts) > 3, timeout_s=scaled(30, 400))
+    for _ in range(2):
+        for name in range(n):
+            assert read(spaces[0], name, deadline_ms=5_000), f"{name}: it fits, and is not there"
+    told = metrics(cluster.worker())
+    assert told['kvpool_block_events_total{event="demoted"}'] > n / 2, told
+    assert told['kvpool_block_events_total{event="promoted"}'] > 0, told
+
+
+def test_B45_exists_size_list_and_get_agree(make_cluster: MakeCluster) -> None:
+    n = scaled(32, 100)
+    cluster = make_cluster(dram=scaled("8MiB", "32MiB"), ssd=scaled("16MiB", "48MiB"))
+    client = cluster.connect()
+    ns = keyed(client, "b45", MIB)
+
+    def agree(name: object, *, tries: int) -> bool:
+        """exists, get and get as part of a batch say the same, at the latest when nothing is evicted in between."""
+        for _ in range(tries):
+            exists = ns.match(key(ns, name)) == 1
+            got = read(ns, name)
+            out = np.zeros((2, MIB), np.uint8)
+            batch = ns.get(key(ns, name, "never"), out)
+            if batch.n_blocks:
+                check(name, out[0])
+                assert batch.sizes == [MIB]
+            if exists == got == (batch.n_blocks == 1):
+                return got
+        raise AssertionError(f"key {name}: exists={exists}, get={got}, batch_get={batch.n_blocks}")
+
+    for name in range(n):
+        assert store(ns, name, deadline_ms=10_000).outcomes == [Outcome.STORED]
+        agree(name // 2, tries=20)
+    wait_until(lambda: metrics(cluster.worker())["kvpool_reports_pending"] == 0)
+    there = {name for name in range(n) if agree(name, tries=20)}
+    assert there < set(range(n)) and len(there) >= scaled(12, 40), "both tiers are full, and more was put"
+    told = run_cli("ls", "b45", "--master", cluster.master_address, "--json")
+    listed = {bytes.fromhex(row["hash"]) for row in json.loads(told.stdout)["blocks"]}
+    assert listed == {bytes(key(ns, name)) for name in there}, "the list has what can be got"
+    for empty in (b"", np.zeros((0,), np.uint8)):
+        with pytest.raises(InvalidArgument, match=r"blocks\[0\]: 0 bytes"):
+            ns.put(key(ns, "zero"), [empty])
+    with pytest.raises(InvalidArgument, match="size"):
+        ns.put_session(key(ns, "zero"), size=0)
+    for name in ("zero", "never"):
+        got = ns.get(key(ns, name), [bytearray(1)])
+        assert (got.n_blocks, got.sizes, ns.match(key(ns, name))) == (0, [], 0)
+        assert got.miss in (MissCause.NEVER_STORED, MissCause.UNKNOWN)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("mirror", [True, False])
+def test_B65_the_same_key_twice_in_one_batch(connect: Connect, transport: str, mirror: bool) -> None:
+    """A get serves a prefix: what follows a missing key in [a, x, a, x] is no position that it called ok."""
+    ns = keyed(connect(transport=transport, mirror=mirror), f"b65-{transport}-{mirror}", MIB)
+    assert store(ns, "a", "b", "c").n_there == 3
+    names = ["a", "b", "a", "c", "a"]
+    for out in (np.full((5, MIB), GUARD, np.uint8), [bytearray([GUARD]) * MIB for _ in names]):
+        got = ns.get(key(ns, *names), out)
+        assert (got.n_blocks, len(got.sizes), len(got.sources), got.miss) == (5, 5, 5, None)
+        for name, row in zip(names, out, strict=True):
+            check(name, row)
+    part = [bytearray([GUARD]) * 1000 for _ in names]
+    assert ns.get(key(ns, *names), part, byte_range=(5000, 1000)).n_blocks == 5
+    assert [bytes(row) for row in part] == [payload(name, 1, MIB)[5000:6000] for name in names]
+    rows = np.full((4, MIB), GUARD, np.uint8)
+    got = ns.get(key(ns, "a", "x", "a", "x"), rows)
+    assert (got.n_blocks, len(got.sizes), got.miss) == (1, 1, MissCause.NEVER_STORED)
+    check("a", rows[0])
+    assert (rows[[1, 3]] == GUARD).all()
+    done = ns.put(key(ns, "new", "new"), [payload("new", 1, MIB), payload("new", 2, MIB)])
+    assert done.outcomes == [Outcome.STORED, Outcome.ALREADY]
+    assert read(ns, "new", versions=[1])
+    assert ns.match(key(ns, "a", "a", "x")) == ns.touch(key(ns, "a", "a", "x")) == 2
+    with ns.hold(key(ns, "a", "a", "x"), ttl_ms=5_000) as hold:
+        assert hold.n_blocks == 2
+    removed = ns.remove(key(ns, "a", "a"))
+    assert len(removed.outcomes) == 2 and removed.outcomes[0] is RemoveOutcome.REMOVED
+    assert not read(ns, "a")
+    with ns.put_session(key(ns, "twice", "twice")) as session:
+        session.write(0, 0, payload("twice", 1, MIB))
+        assert session.commit().outcomes[0] is Outcome.STORED
+    assert read(ns, "twice")
