@@ -308,10 +308,10 @@ def test_staging_serves_in_order_of_arrival_and_an_oversized_one_alone() -> None
     threads[0].start()
     queued.wait(5)
     while pool.waiting < 1:
-        time.sleep(0)
+        os.sched_yield()
     threads[1].start()
     while pool.waiting < 2:
-        time.sleep(0)
+        os.sched_yield()
     assert order == []  # the small one would fit, but came later
     first.release()
     for thread in threads:
