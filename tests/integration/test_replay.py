@@ -28,7 +28,6 @@ JSON_KEYS = {
     "corrupt_blocks", "errors", "bytes_put", "bytes_get", "seconds", "get_ms", "put_ms",
 }  # fmt: skip
 BLOCK = 16 << 10
-FULL = os.environ.get("KVPOOL_TEST_FULL") == "1"
 
 
 def write_trace(path: Path, requests: Sequence[Request]) -> Path:
@@ -217,14 +216,13 @@ def test_smoke_trace_in_300_blocks(tmp_path: Path) -> None:
 
 
 def test_conversation_trace_from_both_tiers(tmp_path: Path) -> None:
-    trace = shared_trace("conversation", tmp_path, limit=2000 if FULL else 300)
+    trace = shared_trace("conversation", tmp_path, limit=300)
     facts = replay(trace, "--workers", "2", "--clients", "2", "--block-bytes", "16KiB", "--dram", "32MiB", "--ssd", "2GiB")
     assert facts["hits_by_tier"]["dram"] > 0 and facts["hits_by_tier"]["ssd"] > 0
 
 
 @pytest.mark.reports
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not FULL, reason="make reports")
 def test_conversation_trace_whole(tmp_path: Path) -> None:
     trace = shared_trace("conversation", tmp_path, limit=2000)
     facts = replay(
