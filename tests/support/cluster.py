@@ -24,10 +24,12 @@ class Cluster:
         master_args: tuple[str, ...] = (),
         worker_args: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
+        worker_prefix: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory
         self.n_workers, self.dram, self.ssd = n_workers, dram, ssd
         self.master_args, self.worker_args, self.env = master_args, worker_args, dict(env or {})
+        self.worker_prefix = worker_prefix
         self.master: Role | None = None
         self.workers: list[Role | None] = [None] * n_workers
         self.master_address = ""
@@ -66,7 +68,7 @@ class Cluster:
         if self.ssd is not None:
             args += ["--ssd", f"{self.ssd_dir(i)}:{self.ssd}"]
         args += [*self.worker_args, *extra, "--parent-pid", str(os.getpid())]
-        return Role(args, log=self.directory / f"worker-{i}.log", env=self.env)
+        return Role(args, log=self.directory / f"worker-{i}.log", env=self.env, prefix=self.worker_prefix)
 
     def worker_dir(self, i: int) -> Path:
         """Data directory of worker i."""

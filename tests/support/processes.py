@@ -36,12 +36,15 @@ def run_cli(
 class Role:
     """One `kvpool master|worker|up ...` process of a test. `ready` is its ready line."""
 
-    def __init__(self, args: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, args: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: words before the command, of a program that sets something up and then becomes it (exec)."""
         self.args = list(args)
         self.log = log
         self._stderr = log.open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvpool.cli", *self.args],
+            [*prefix, sys.executable, "-m", "kvpool.cli", *self.args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
