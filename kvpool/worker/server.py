@@ -112,7 +112,9 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
         plane.start()
         node.start()
         host, port = http_sock.getsockname()[:2]
-        http_address = f"{settings.advertise or host}:{port}"
+        if host in ("0.0.0.0", "::"):  # all addresses: the one that others know; else where it listens, and nowhere else
+            host = settings.advertise or host
+        http_address = f"{host}:{port}"
         agent = Agent(
             node, settings, token=token, address=plane.address, unix_name=plane.unix_name, http=http_address
         )
