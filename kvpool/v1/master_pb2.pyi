@@ -191,6 +191,7 @@ class HolderInfo(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     FREE_BYTES_FIELD_NUMBER: builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    UP_MS_FIELD_NUMBER: builtins.int
     holder: builtins.int
     """the epoch's number for one inventory of one worker incarnation"""
     worker_id: builtins.str
@@ -202,10 +203,12 @@ class HolderInfo(google.protobuf.message.Message):
     unix_name: builtins.str
     """abstract unix socket, empty: none"""
     state: builtins.int
-    """0 joining 1 up 2 suspect 3 down"""
+    """0 joining 1 up 2 suspect 3 down 4 draining (up, but not to be written to) 5 drained"""
     free_bytes: builtins.int
     """of the DRAM tier"""
     capacity_bytes: builtins.int
+    up_ms: builtins.int
+    """how long this incarnation has been up: a new one gets its share of puts by and by"""
     def __init__(
         self,
         *,
@@ -218,8 +221,9 @@ class HolderInfo(google.protobuf.message.Message):
         state: builtins.int = ...,
         free_bytes: builtins.int = ...,
         capacity_bytes: builtins.int = ...,
+        up_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "holder", b"holder", "host_id", b"host_id", "incarnation", b"incarnation", "state", b"state", "unix_name", b"unix_name", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "holder", b"holder", "host_id", b"host_id", "incarnation", b"incarnation", "state", b"state", "unix_name", b"unix_name", "up_ms", b"up_ms", "worker_id", b"worker_id"]) -> None: ...
 
 global___HolderInfo = HolderInfo
 
@@ -532,6 +536,7 @@ class WorkerStatus(google.protobuf.message.Message):
     HTTP_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     http: builtins.str
     pid: builtins.int
     version: builtins.str
@@ -539,6 +544,10 @@ class WorkerStatus(google.protobuf.message.Message):
     def info(self) -> global___HolderInfo: ...
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStatus]: ...
+    @property
+    def drain(self) -> global___DrainStatus:
+        """set while it is draining or drained"""
+
     def __init__(
         self,
         *,
@@ -547,11 +556,140 @@ class WorkerStatus(google.protobuf.message.Message):
         http: builtins.str = ...,
         pid: builtins.int = ...,
         version: builtins.str = ...,
+        drain: global___DrainStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["info", b"info"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["http", b"http", "info", b"info", "pid", b"pid", "tiers", b"tiers", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain", "info", b"info"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "http", b"http", "info", b"info", "pid", b"pid", "tiers", b"tiers", "version", b"version"]) -> None: ...
 
 global___WorkerStatus = WorkerStatus
+
+@typing.final
+class DrainStatus(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
+    BLOCKS_LEFT_FIELD_NUMBER: builtins.int
+    BYTES_LEFT_FIELD_NUMBER: builtins.int
+    BLOCKS_MOVED_FIELD_NUMBER: builtins.int
+    BYTES_MOVED_FIELD_NUMBER: builtins.int
+    RATE_BYTES_FIELD_NUMBER: builtins.int
+    ETA_MS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    phase: builtins.int
+    """0 looking 1 moving 2 done 3 stuck"""
+    leaving: builtins.bool
+    """by a signal; else by the master's word"""
+    blocks_left: builtins.int
+    """that have no other copy, as of the last look"""
+    bytes_left: builtins.int
+    blocks_moved: builtins.int
+    """since it began"""
+    bytes_moved: builtins.int
+    rate_bytes: builtins.int
+    """limit a second, 0: none"""
+    eta_ms: builtins.int
+    """0: unknown"""
+    reason: builtins.str
+    """stuck: why; else what is in the way just now"""
+    def __init__(
+        self,
+        *,
+        phase: builtins.int = ...,
+        leaving: builtins.bool = ...,
+        blocks_left: builtins.int = ...,
+        bytes_left: builtins.int = ...,
+        blocks_moved: builtins.int = ...,
+        bytes_moved: builtins.int = ...,
+        rate_bytes: builtins.int = ...,
+        eta_ms: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_left", b"blocks_left", "blocks_moved", b"blocks_moved", "bytes_left", b"bytes_left", "bytes_moved", b"bytes_moved", "eta_ms", b"eta_ms", "leaving", b"leaving", "phase", b"phase", "rate_bytes", b"rate_bytes", "reason", b"reason"]) -> None: ...
+
+global___DrainStatus = DrainStatus
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    RATE_BYTES_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    FORGET_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    rate_bytes: builtins.int
+    """a second; 0: no limit"""
+    cancel: builtins.bool
+    """it takes part again"""
+    forget: builtins.bool
+    """it is away for good: nobody waits for it any more"""
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        rate_bytes: builtins.int = ...,
+        cancel: builtins.bool = ...,
+        forget: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "forget", b"forget", "rate_bytes", b"rate_bytes", "worker_id", b"worker_id"]) -> None: ...
+
+global___DrainRequest = DrainRequest
+
+@typing.final
+class DrainReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    @property
+    def worker(self) -> global___WorkerStatus:
+        """as it is now; forgotten: as it was"""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        worker: global___WorkerStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "worker", b"worker"]) -> None: ...
+
+global___DrainReply = DrainReply
+
+@typing.final
+class ReportPeerRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    incarnation: builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        incarnation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "worker_id", b"worker_id"]) -> None: ...
+
+global___ReportPeerRequest = ReportPeerRequest
+
+@typing.final
+class ReportPeerReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch"]) -> None: ...
+
+global___ReportPeerReply = ReportPeerReply
 
 @typing.final
 class NamespaceStatus(google.protobuf.message.Message):
@@ -890,14 +1028,21 @@ class Heartbeat(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TIERS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStatus]: ...
+    @property
+    def drain(self) -> global___DrainStatus:
+        """set while it is draining"""
+
     def __init__(
         self,
         *,
         tiers: collections.abc.Iterable[global___TierStatus] | None = ...,
+        drain: global___DrainStatus | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "tiers", b"tiers"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -953,6 +1098,7 @@ class MasterMessage(google.protobuf.message.Message):
     INVENTORY_WANTED_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     heartbeat: builtins.bool
     @property
@@ -967,6 +1113,8 @@ class MasterMessage(google.protobuf.message.Message):
     def inventory_wanted(self) -> global___InventoryWanted: ...
     @property
     def refused(self) -> global___Refused: ...
+    @property
+    def drain(self) -> global___DrainTask: ...
     def __init__(
         self,
         *,
@@ -978,12 +1126,32 @@ class MasterMessage(google.protobuf.message.Message):
         inventory_wanted: global___InventoryWanted | None = ...,
         heartbeat: builtins.bool = ...,
         refused: global___Refused | None = ...,
+        drain: global___DrainTask | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "epoch", b"epoch", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "namespace", "remove", "inventory_wanted", "heartbeat", "refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "epoch", b"epoch", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "namespace", "remove", "inventory_wanted", "heartbeat", "refused", "drain"] | None: ...
 
 global___MasterMessage = MasterMessage
+
+@typing.final
+class DrainTask(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACTIVE_FIELD_NUMBER: builtins.int
+    RATE_BYTES_FIELD_NUMBER: builtins.int
+    active: builtins.bool
+    """false: take part (again)"""
+    rate_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        active: builtins.bool = ...,
+        rate_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active", b"active", "rate_bytes", b"rate_bytes"]) -> None: ...
+
+global___DrainTask = DrainTask
 
 @typing.final
 class Welcome(google.protobuf.message.Message):
@@ -992,20 +1160,25 @@ class Welcome(google.protobuf.message.Message):
     INVENTORY_WANTED_FIELD_NUMBER: builtins.int
     NAMESPACES_FIELD_NUMBER: builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     inventory_wanted: builtins.bool
     heartbeat_ms: builtins.int
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceUpdate]:
         """all there are, with what each missed"""
 
+    @property
+    def drain(self) -> global___DrainTask: ...
     def __init__(
         self,
         *,
         inventory_wanted: builtins.bool = ...,
         namespaces: collections.abc.Iterable[global___NamespaceUpdate] | None = ...,
         heartbeat_ms: builtins.int = ...,
+        drain: global___DrainTask | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_ms", b"heartbeat_ms", "inventory_wanted", b"inventory_wanted", "namespaces", b"namespaces"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat_ms", b"heartbeat_ms", "inventory_wanted", b"inventory_wanted", "namespaces", b"namespaces"]) -> None: ...
 
 global___Welcome = Welcome
 

@@ -64,6 +64,16 @@ class MasterStub(object):
                 request_serializer=kvpool_dot_v1_dot_master__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_master__pb2.DescribeReply.FromString,
                 )
+        self.Drain = channel.unary_unary(
+                '/kvpool.v1.Master/Drain',
+                request_serializer=kvpool_dot_v1_dot_master__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_master__pb2.DrainReply.FromString,
+                )
+        self.ReportPeer = channel.unary_unary(
+                '/kvpool.v1.Master/ReportPeer',
+                request_serializer=kvpool_dot_v1_dot_master__pb2.ReportPeerRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_master__pb2.ReportPeerReply.FromString,
+                )
         self.Watch = channel.unary_stream(
                 '/kvpool.v1.Master/Watch',
                 request_serializer=kvpool_dot_v1_dot_master__pb2.WatchRequest.SerializeToString,
@@ -142,6 +152,20 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Empties a worker, ends that, or forgets one that will not come back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportPeer(self, request, context):
+        """A client could not use this worker's data plane: it is suspected until it is heard again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Index events of the named namespaces, from a sequence number on, or a snapshot first where that is no longer remembered.
         """
@@ -208,6 +232,16 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=kvpool_dot_v1_dot_master__pb2.DescribeRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_master__pb2.DescribeReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvpool_dot_v1_dot_master__pb2.DrainRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_master__pb2.DrainReply.SerializeToString,
+            ),
+            'ReportPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportPeer,
+                    request_deserializer=kvpool_dot_v1_dot_master__pb2.ReportPeerRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_master__pb2.ReportPeerReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -396,6 +430,40 @@ class Master(object):
         return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/Describe',
             kvpool_dot_v1_dot_master__pb2.DescribeRequest.SerializeToString,
             kvpool_dot_v1_dot_master__pb2.DescribeReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/Drain',
+            kvpool_dot_v1_dot_master__pb2.DrainRequest.SerializeToString,
+            kvpool_dot_v1_dot_master__pb2.DrainReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReportPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/ReportPeer',
+            kvpool_dot_v1_dot_master__pb2.ReportPeerRequest.SerializeToString,
+            kvpool_dot_v1_dot_master__pb2.ReportPeerReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
