@@ -23,6 +23,7 @@ from typing import IO, Any
 from kvpool.cli.common import client_settings, token_of
 from kvpool.errors import KVPoolError
 
+DEFAULT_HOST = "127.0.0.1"
 READY_TIMEOUT_S = 60.0  # adopting a large SSD tier takes a while
 PROBE_TIMEOUT_S = 20.0
 PROBE_BYTES = 512
@@ -42,8 +43,8 @@ class PoolPlan:
     ssd_bytes: int = 0
     port: int = 0
     http_port: int = 0
-    host: str = "127.0.0.1"
-    http_host: str = "127.0.0.1"
+    host: str = DEFAULT_HOST
+    http_host: str = DEFAULT_HOST
     advertise: str = ""
     token_file: str = ""
     insecure: bool = False
@@ -218,7 +219,9 @@ class Pool:
                 role.end(deadline=deadline)
 
     def _role(self, name: str, args: list[str]) -> RoleProcess:
-        env = {f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST": self.plan.http_host}
+        env = {}  # no flag for this one; the default leaves a config file its say
+        if self.plan.http_host != DEFAULT_HOST:
+            env[f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST"] = self.plan.http_host
         log = None if self._logs is None else self._logs / f"{name}.log"
         return RoleProcess(name, args, env=env, log=log)
 

@@ -207,6 +207,14 @@ def test_output_to_a_closed_pipe_is_no_traceback(pool: Cluster) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_example_of_the_readme_runs(pool: Cluster) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0].replace("127.0.0.1:7400", pool.master_address)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, env=cli_env(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == str(["stored"] * 4) and done.stdout.splitlines()[1].startswith("4 None Source(")
+
+
 # --- up -----------------------------------------------------------------------------------------------------------------
 
 
