@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,8 +62,14 @@ class Refused(KVPoolError):
 class Agent:
     """Create it on the running loop; `run` until cancelled. `registered` while a session is there; `first` once there was one."""
 
-    def __init__(self, node: Node, settings: WorkerSettings, *, token: str, address: str, unix_name: str, http: str) -> None:
+    def __init__(
+        self, node: Node, settings: WorkerSettings, *, token: str, address: str, unix_name: str, http: str,
+        now_s: Callable[[], float] = time.monotonic, chance: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        """`now_s`: a monotonic clock; `chance`: of the pauses between attempts."""
         self.node = node
+        self._now_s = now_s
+        self._chance = chance or random.Random()
         self.registered = False
         self.first = asyncio.Event()
         self.last_error = ""
@@ -105,7 +111,7 @@ class Agent:
             while self._leaving is None:
                 address = self._addresses[attempt % len(self._addresses)]
                 attempt += 1
-                started = time.monotonic()
+                started = self._now_s()
                 wait_s = delay
                 try:
                     await self._session(address)
@@ -121,8 +127,8 @@ class Agent:
                     self._note(f"the master at {address}: {error or 'no answer in time'}")
                 if self._leaving is not None:
                     return
-                await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
-                lasted = time.monotonic() - started > HELLO_TIMEOUT_S
+                await asyncio.sleep(wait_s * self._chance.uniform(0.8, 1.2))
+                lasted = self._now_s() - started > HELLO_TIMEOUT_S
                 delay = RETRY_S_MIN if lasted else min(RETRY_S_MAX, delay * 1.5)
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -130,10 +136,10 @@ class Agent:
     async def leave(self, reason: str, *, timeout_s: float = 1.0) -> None:
         """Says good-bye to the master, if there is one, and ends `run` after it."""
         self._leaving = reason
-        until = time.monotonic() + timeout_s
+        until = self._now_s() + timeout_s
         self._outbox.append(pb.WorkerMessage(leave=pb.Leave(reason=reason)))
         self._wake.set()
-        while self.registered and self._outbox and time.monotonic() < until:
+        while self.registered and self._outbox and self._now_s() < until:
             await asyncio.sleep(0.01)
 
     def _note(self, error: str) -> None:
@@ -143,12 +149,10 @@ class Agent:
         self.last_error = error
 
     async def _session(self, address: str) -> None:
-        channel = open_channel(address, aio=True)
         node = self.node
         group: list[asyncio.Task[None]] = []
+        call, close = self._open(address)
         try:
-            stub = master_pb2_grpc.MasterStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Session(metadata=self._metadata)
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 with node.lock:
                     next_seq = node.reporter.next_seq
@@ -191,7 +195,13 @@ class Agent:
             for task in group:
                 task.cancel()
             await asyncio.gather(*group, return_exceptions=True)
-            await channel.close()
+            await close()
+
+    def _open(self, address: str) -> tuple[Any, Callable[[], Awaitable[None]]]:
+        """The stream to the master at this address, nothing sent yet, and what ends it."""
+        channel = open_channel(address, aio=True)
+        stub = master_pb2_grpc.MasterStub(channel)  # type: ignore[no-untyped-call]
+        return stub.Session(metadata=self._metadata), channel.close
 
     def _hello(self, next_seq: int) -> pb.WorkerHello:
         node = self.node
@@ -231,7 +241,7 @@ class Agent:
 
     async def _write(self, call: Any) -> None:
         """The only writer: what is in the outbox, then reports, then a heartbeat when it is due."""
-        heartbeat_at = time.monotonic()
+        heartbeat_at = self._now_s()
         while True:
             self._woken = False
             self._wake.clear()
@@ -246,16 +256,16 @@ class Agent:
             while not self._outbox and (report := self._take()) is not None:
                 await call.write(pb.WorkerMessage(report=report))
                 self.counters["reports_sent"] += 1
-                if time.monotonic() >= heartbeat_at:
+                if self._now_s() >= heartbeat_at:
                     break
-            if time.monotonic() >= heartbeat_at:
-                heartbeat_at = time.monotonic() + self._heartbeat_s
+            if self._now_s() >= heartbeat_at:
+                heartbeat_at = self._now_s() + self._heartbeat_s
                 await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat(tiers=self.node.tier_status())))
                 continue
             if self._outbox:
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(0.0, heartbeat_at - time.monotonic()))
+                await asyncio.wait_for(self._wake.wait(), max(0.0, heartbeat_at - self._now_s()))
 
     async def _work(self, tasks: asyncio.Queue[Callable[[], None]]) -> None:
         while True:
@@ -269,15 +279,15 @@ class Agent:
         limit = max(SILENCE_S, 3 * self._heartbeat_s)
         while True:
             await asyncio.sleep(limit / 6)
-            silent = time.monotonic() - self._heard_at > limit
+            silent = self._now_s() - self._heard_at > limit
             if silent and self.node.listed.up:
-                log.warning("event=master_silent seconds=%.1f", time.monotonic() - self._heard_at)
+                log.warning("event=master_silent seconds=%.1f", self._now_s() - self._heard_at)
                 self.node.listed.set_session(up=False)
             elif not silent and not self.node.listed.up:
                 self.node.listed.set_session(up=True)
 
     def _heard(self, message: pb.MasterMessage) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = self._now_s()
         self._epoch = message.epoch or self._epoch
 
     def _check_refused(self, message: pb.MasterMessage) -> None:
