@@ -71,8 +71,8 @@ class Peer:
 class Peers:
     """All peers of a client, and every call to one: deadlines, probes, breaker and links in one place. Thread-safe."""
 
-    def __init__(self, *, host_id: str, options: LinkOptions) -> None:
-        self._host_id, self._options = host_id, options
+    def __init__(self, *, host_id: str, options: LinkOptions, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._host_id, self._options, self._now_s = host_id, options, now_s
         self._lock = threading.Lock()
         self._numbers = 0
         self._by_name: dict[tuple[str, int], Peer] = {}
@@ -143,7 +143,7 @@ class Peers:
 
     def candidates(self) -> dict[WorkerId, tuple[Peer, Candidate]]:
         """Peers that can be written to now, for `core.placement`."""
-        now_ms = time.monotonic() * 1e3
+        now_ms = self._now_s() * 1e3
         found: dict[WorkerId, tuple[Peer, Candidate]] = {}
         with self._lock:
             for peer in self._newest.values():
@@ -160,7 +160,7 @@ class Peers:
         breaker = peer.breaker
         if not breaker.failures:
             return (0 if peer.local else REMOTE_COST) + (SUSPECT_COST if peer.state == STATE_SUSPECT else 0)
-        if not breaker.usable(time.monotonic() * 1e3):
+        if not breaker.usable(self._now_s() * 1e3):
             return breaker.cause
         return REMOTE_COST + SUSPECT_COST
 
@@ -184,7 +184,7 @@ class Peers:
         again after short pauses until `patient_until`. Raises LinkError, and what the first contact says (Unauthenticated...)."""
         attempt = 0
         while True:
-            now = time.monotonic()
+            now = self._now_s()
             with peer.lock:
                 probing = peer.breaker.begin(now * 1e3)
             left_ms = attempt_ms((deadline - now) * 1e3, alternatives=alternatives, probing=probing)
@@ -194,7 +194,7 @@ class Peers:
                 if probing:  # a small question first: the call itself may be large, and then gets the whole time
                     probe_until = now + left_ms / 1e3
                     self.link_of(peer, deadline=probe_until).stat(deadline=probe_until)
-                    now = time.monotonic()
+                    now = self._now_s()
                     left_ms = attempt_ms((deadline - now) * 1e3, alternatives=alternatives, probing=False)
                 until = now + left_ms / 1e3
                 answer = ask(self.link_of(peer, deadline=until), until)
@@ -202,7 +202,7 @@ class Peers:
                 self.note(peer, error, patience_ms=left_ms)
                 pause = RETRY_MS[min(attempt, len(RETRY_MS) - 1)] / 1e3
                 attempt += 1
-                if error.cause not in NOT_YET or time.monotonic() + pause >= min(patient_until, deadline):
+                if error.cause not in NOT_YET or self._now_s() + pause >= min(patient_until, deadline):
                     raise
                 time.sleep(pause)
                 continue
@@ -219,7 +219,7 @@ class Peers:
             if error.cause is LinkCause.TIMEOUT and patience_ms < COUNTED_TIMEOUT_MS:
                 return
             if error.cause in _UNREACHABLE or error.cause is LinkCause.TIMEOUT:
-                peer.breaker.failed(time.monotonic() * 1e3, miss_of(error))
+                peer.breaker.failed(self._now_s() * 1e3, miss_of(error))
             else:
                 peer.breaker.succeeded()
 
