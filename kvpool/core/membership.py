@@ -6,6 +6,9 @@
 Owns: members, their holder numbers, and whether the index is complete after a start (`complete`). A worker's entries in the index
 are taken out (`Change.retired`) when it is DOWN, or at once when a new incarnation of it says hello: what the old one had in
 memory is lost, what it had on disk is in the new inventory. A holder number is never used twice within an epoch.
+
+Draining is beside these states: whoever drains is read from and not written to, and others are told DRAINING or DRAINED where
+they would be told UP (`Member.told_state`). A suspicion from outside (`suspect`) lasts until the worker is heard again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from kvpool.core.placement import RAMP_MS
 from kvpool.core.types import Holder, Incarnation, WorkerId
 
 ROOM_PARTS: Final = 16  # watchers hear of a worker's free bytes when they changed by this part of its capacity
@@ -27,6 +31,8 @@ class WorkerState(IntEnum):
     UP = 1
     SUSPECT = 2
     DOWN = 3
+    DRAINING = 4  # told for UP, never a member's own state
+    DRAINED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,20 @@ class Member:
     free_bytes: int = 0
     capacity_bytes: int = 0
     told_free_bytes: int = 0
+    up_since_ms: int | None = None  # None: this incarnation has not been UP yet
+    draining: bool = False
+    drained: bool = False
+
+    @property
+    def told_state(self) -> WorkerState:
+        """What others are told."""
+        if self.state is not WorkerState.UP or not self.draining:
+            return self.state
+        return WorkerState.DRAINED if self.drained else WorkerState.DRAINING
+
+    def up_ms(self, now_ms: int) -> int:
+        """How long it has been up since its first inventory; 0 before."""
+        return 0 if self.up_since_ms is None else max(0, now_ms - self.up_since_ms)
 
     @property
     def holders(self) -> tuple[Holder, ...]:
@@ -90,8 +110,9 @@ class Membership:
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def hello(self, info: WorkerInfo, *, now_ms: int) -> tuple[Member, Change]:
-        """A worker's stream begins. The same incarnation keeps its holder and state (SUSPECT becomes UP)."""
+    def hello(self, info: WorkerInfo, *, now_ms: int, seasoned: bool = False) -> tuple[Member, Change]:
+        """A worker's stream begins. The same incarnation keeps its holder and state (SUSPECT becomes UP). `seasoned`: it is not
+        new to the pool, though it is to this master."""
         change = NOTHING
         member = self._members.get(info.worker_id)
         if member is not None and member.info.incarnation != info.incarnation:
@@ -99,6 +120,7 @@ class Membership:
             member = None
         if member is None:
             member = Member(info, self._new_holder(info.worker_id), WorkerState.JOINING, now_ms, True, now_ms)
+            member.up_since_ms = now_ms - RAMP_MS if seasoned else None
             self._members[info.worker_id] = member
             return member, change + Change(changed=(info.worker_id,))
         member.connected, member.heard_ms = True, now_ms
@@ -135,8 +157,26 @@ class Membership:
         member.holder, member.next_holder = member.next_holder, None
         member.inventory_since_ms = None
         member.state = WorkerState.UP
+        if member.up_since_ms is None:
+            member.up_since_ms = member.heard_ms
         self._awaited.discard(worker_id)
         return Change((retired,), (worker_id,))
+
+    def drain(self, worker_id: WorkerId, *, draining: bool, drained: bool = False) -> Change:
+        """The worker is being emptied (`drained`: it is empty), or takes part again."""
+        member = self._members.get(worker_id)
+        if member is None or (member.draining, member.drained) == (draining, draining and drained):
+            return NOTHING
+        member.draining, member.drained = draining, draining and drained
+        return Change(changed=(worker_id,))
+
+    def suspect(self, worker_id: WorkerId, incarnation: int) -> Change:
+        """Somebody could not use its data plane. The next word from it heals that."""
+        member = self._members.get(worker_id)
+        if member is None or member.info.incarnation != incarnation or member.state is not WorkerState.UP:
+            return NOTHING
+        member.state = WorkerState.SUSPECT
+        return Change(changed=(worker_id,))
 
     def heard(self, worker_id: WorkerId, *, now_ms: int) -> Change:
         """Anything came from the worker."""
@@ -172,7 +212,7 @@ class Membership:
         return Change(changed=(worker_id,))
 
     def leave(self, worker_id: WorkerId) -> Change:
-        """The worker said that it goes: its entries are gone now."""
+        """The worker said that it goes, or somebody who knows said that it will not come back: its entries are gone now."""
         member = self._members.get(worker_id)
         self._awaited.discard(worker_id)
         return NOTHING if member is None else self._drop(member)

@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import xxhash
 
 from kvpool.core.types import Key, WorkerId
+
+RAMP_MS: Final = 10_000  # until a new worker has its whole share
+SHARE_MIN: Final = 0.1  # of it, at the start: what nobody writes to is never seen to work
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,12 @@ class Candidate:
     host_id: str
     free_bytes: int
     capacity_bytes: int
+    share: float = 1.0  # of what its capacity entitles it to
+
+
+def share(up_ms: float) -> float:
+    """The part of its share that a worker gets which has been up for so long."""
+    return min(1.0, max(SHARE_MIN, up_ms / RAMP_MS))
 
 
 def rendezvous(worker_id: WorkerId, *, key: Key, weight: float) -> float:
@@ -49,7 +59,7 @@ def place(
             candidate.free_bytes < need_bytes,
             candidate.worker_id not in parent_workers,
             not host_id or candidate.host_id != host_id,
-            -rendezvous(candidate.worker_id, key=key, weight=max(1, candidate.capacity_bytes)),
+            -rendezvous(candidate.worker_id, key=key, weight=max(1, candidate.capacity_bytes) * candidate.share),
             candidate.worker_id,
         )
 
