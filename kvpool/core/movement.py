@@ -98,7 +98,7 @@ class Movement(Copies):
         block.demoting, block.flight = False, None
         self.n_demoting -= 1
         self._demoting_bytes -= block.size
-        if slot is not None and ok and block.live and block.dirty and self.ssd is not None and self._ssd_policy is not None:
+        if slot is not None and ok and block.dirty and self.ssd is not None and self._ssd_policy is not None:
             self._attach_ssd(block, slot)
             self._undirty(block)
             self.counters["demoted"] += 1

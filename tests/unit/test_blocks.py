@@ -61,6 +61,15 @@ def test_a_long_put_gives_up_its_own_tail_for_its_head() -> None:
     rig.check()
 
 
+def test_what_follows_a_gap_in_a_chain_is_not_stored() -> None:
+    for chained, last in ((True, FULL), (False, STORED)):
+        rig = Rig(0, dram_bytes=5 * 65536 + 4096, specs=[spec_of(1, 65536)])
+        names: list[object] = [f"a{i}" for i in range(7)]
+        codes = rig.put(batch_of(names, chained=chained), [65536] * 6 + [100])
+        assert codes == bytes([STORED] * 5 + [FULL, last])
+        rig.check()
+
+
 def test_equal_keys_in_one_put(rig: Rig) -> None:
     assert rig.put(batch_of(["a", "b", "a", "a"], chained=False)) == bytes([STORED, STORED, ALREADY, ALREADY])
     rig = Rig(1)
@@ -189,6 +198,43 @@ def test_a_chain_cut_into_batches_still_goes_tail_first(parts: int, touch_first:
             rig.table.tiers_of(whole.slice(0, there), now_ms=0, touch=True)
     assert hits == pytest.approx(lru(requests, 100), rel=0.01)
     rig.check()
+
+
+def test_going_on_with_a_chain_costs_the_same_at_any_depth() -> None:
+    import sys
+
+    rig = Rig(4000)
+    costs = []
+    for start in range(0, 2000, 50):
+        part = chain("a", start + 50, start)
+        count = 0
+
+        def trace(frame: object, event: str, arg: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(trace)
+        try:
+            rig.put(part)
+        finally:
+            sys.setprofile(None)
+        costs.append(count)
+    assert max(costs[2:]) < 1.3 * min(costs[2:])
+
+
+def test_a_use_never_makes_a_block_colder() -> None:
+    from kvpool.core.policy.eviction import Entry, Lru
+
+    policy = Lru()
+    group = policy.group((uid_of(1), 4096))
+    one, two = Entry(group), Entry(group)
+    policy.add([one], 5, [0])
+    policy.add([two], 6, [0])
+    policy.touch([two], 4, 0)  # a late part of an older batch
+    assert policy.tick_of(two) == 6 and policy.victim(group) is one
+    policy.touch([one], 6, 3)
+    assert policy.victim(group) is one, "the same batch, but deeper"
+    policy.check()
 
 
 def test_using_only_the_deep_end_keeps_the_prefix() -> None:
@@ -434,10 +480,9 @@ def test_holds_are_renewed_and_bounded() -> None:
     assert rig.table.renew([one.hold_id, two.hold_id], 10, 5001) == b"\x01\x00", "no ttl is longer than the limit"
     rig.table.expire(6049)
     assert rig.table.n_holds == 0
-    for i in range(20_000):  # outdated ends in the queue do not pile up
-        held = rig.hold(chain("a", 1), ttl_ms=i % 1000)
-        rig.table.renew([held.hold_id], i % 4000, 0)
-        rig.table.release([held.hold_id])
+    kept = rig.hold(chain("a", 1), ttl_ms=0)
+    for i in range(5000):  # outdated ends in the queue do not pile up
+        assert rig.table.renew([kept.hold_id], i, 0) == b"\x01"
     rig.check()
 
 
@@ -598,6 +643,36 @@ def test_ssd_eviction_is_reported_as_a_change_of_tiers() -> None:
     rig.table.pin(chain("b", 2), now_ms=0)
     rig.put(chain("c", 2))
     rig.write_all_down()
+    rig.check()
+
+
+def test_a_block_whose_ssd_copy_was_evicted_is_dirty_again() -> None:
+    rig = Rig(4, 2)
+    rig.put(chain("a", 2))
+    rig.write_all_down()
+    rig.put(chain("b", 2))
+    assert rig.write_all_down() == 2
+    assert rig.has(chain("a", 2)) == [DRAM] * 2 and rig.has(chain("b", 2)) == [BOTH] * 2
+    assert rig.index[uid_of(1), chain("a", 1).keys] == DRAM and rig.table.counters["evicted_ssd"] == 2
+    assert rig.table.dirty_bytes == 2 * BLOCK
+    assert rig.put(chain("c", 1)) == bytes([STORED]), "a clean one in reach goes"
+    assert rig.has(chain("a", 2)) == [DRAM] * 2, "not one that would have to be written down again"
+    rig.check()
+
+
+def test_writing_ahead_does_not_displace_itself_for_ever() -> None:
+    """The SSD tier is full of blocks that are used more than the coldest of DRAM: each write would push out the one before."""
+    rig = Rig(100, 40, limits=Limits(low_watermark=0.1))
+    rig.put(chain("a", 100))
+    for i in range(2):
+        assert rig.write_down() == 20
+        rig.put(chain(f"b{i}-", 20))
+    cold = chain("a", 100)
+    on_ssd = [i for i, tiers in enumerate(rig.has(cold)) if tiers == SSD]
+    assert len(on_ssd) == 40
+    rig.table.tiers_of(cold.slice(on_ssd[0], on_ssd[-1] + 1), now_ms=0, touch=True)
+    rig.get(chain("b0-", 20))
+    assert rig.write_down(max_bytes=BLOCK, rounds=1000) < 30
     rig.check()
 
 
