@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,12 @@ class Counters:
                     "outcomes": dict(self.outcomes)}  # fmt: skip
 
 
+class Abortable(Protocol):
+    """A put session that has not ended: it has connections of its own."""
+
+    def abort(self) -> None: ...
+
+
 class Context:
     """Shared by the client and its namespaces. Thread-safe. `mirror` None: every lookup asks the master."""
 
@@ -59,6 +65,7 @@ class Context:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._lanes: ThreadPoolExecutor | None = None
+        self._sessions: set[Abortable] = set()
 
     def check(self) -> None:
         """Every call begins here. Raises InvalidArgument for a closed or forked client."""
@@ -109,14 +116,27 @@ class Context:
             wait(futures)
         return [first, *(future.result() for future in futures)]
 
+    def began(self, session: Abortable) -> None:
+        """A put session that `close` must abort unless it `ended` before. Raises InvalidArgument for a closed client."""
+        with self._lock:
+            self.check()
+            self._sessions.add(session)
+
+    def ended(self, session: Abortable) -> None:
+        with self._lock:
+            self._sessions.discard(session)
+
     def close(self) -> None:
-        """Ends the lanes, the mirror, the links and the channel, in this order of who uses whom. Idempotent."""
+        """Ends the lanes, the mirror, the links, put sessions and the channel, in this order of who uses whom. Idempotent."""
         self.closing.set()
         if self.mirror is not None:
             self.mirror.close()
         self.peers.close()
         with self._lock:
             lanes, self._lanes = self._lanes, None
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.abort()
         if lanes is not None:
             lanes.shutdown(wait=True)
         self.master.close()

@@ -43,7 +43,13 @@ class PutSession:
         self._ended = False
         self._copies: list[_Copy] = []
         self._refusals: list[str] = []
-        self._reserve()
+        context.began(self)
+        try:
+            with self._lock:
+                self._reserve()
+        except BaseException:
+            self.abort()
+            raise
 
     def _reserve(self) -> None:
         """A reservation at as many different workers as the namespace wants copies."""
@@ -107,7 +113,7 @@ class PutSession:
         self._context.check()
         with self._lock:
             self._check_open()
-            self._ended = True
+            self._end()
             answers: list[tuple[int, bytes]] = []
             for copy in self._copies:
                 if not copy.failure:
@@ -125,9 +131,13 @@ class PutSession:
         with self._lock:
             if self._ended:
                 return
-            self._ended = True
+            self._end()
             for copy in self._copies:
                 copy.link.abort(copy.handle)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._context.ended(self)
 
     def _check_open(self) -> None:
         if self._ended:
