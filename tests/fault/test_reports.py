@@ -437,3 +437,296 @@ def test_B65_the_same_key_twice_in_one_batch(connect: Connect, transport: str, m
         session.write(0, 0, payload("twice", 1, MIB))
         assert session.commit().outcomes[0] is Outcome.STORED
     assert read(ns, "twice")
+
+
+# --- lifetime ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["get", "batch", "prefix under a hold", "range", "ssd"])
+def test_B05_a_slow_get_outlives_every_lease(make_cluster: MakeCluster, make_proxy: Callable[..., Any], way: str) -> None:
+    """No GPU here, and no copies between workers in this version; a hold of 500 ms ends in the middle of the transfer."""
+    n, rounds = scaled(4, 32), scaled(2, 50)
+    cluster = make_cluster(dram=f"{2 * n}MiB", ssd=f"{3 * n}MiB" if way == "ssd" else None, worker_args=RELAYED)
+    worker = cluster.worker()
+    proxy = relayed(make_proxy, worker)
+    reader = cluster.connect(transport="tcp").namespace("b05", opaque(n * MIB), create=True, hash="external")
+    blocks = cluster.connect(transport="tcp").namespace("b05-batch", opaque(MIB), create=True)
+    writer, churn = cluster.connect(transport="shm"), keyed(cluster.connect(transport="shm"), "churn", MIB)
+    big, chain = keyed(writer, "b05", n * MIB), writer.namespace("b05-batch", opaque(MIB))
+    whole = way in ("get", "ssd")
+    served = 0
+
+    def evict(turn: int) -> None:
+        store(churn, turn, deadline_ms=5_000)
+
+    def slowly() -> int:
+        if whole:
+            return int(read(reader, "k", deadline_ms=60_000))
+        length = (100_000, 900_000) if way == "range" else (0, MIB)
+        out = np.full((n, length[1]), GUARD, np.uint8)
+        with contextlib.ExitStack() as stack:
+            hold = None
+            if way == "prefix under a hold":
+                hold = stack.enter_context(blocks.hold(blocks.hash(range(n)), ttl_ms=500))
+            got = blocks.get(blocks.hash(range(n)), out, hold=hold, byte_range=length if way == "range" else None,
+                             deadline_ms=60_000)  # fmt: skip
+        for name in range(got.n_blocks):
+            assert out[name].tobytes() == payload(name, 1, MIB)[length[0] : length[0] + length[1]], name
+        assert got.n_blocks == n or got.miss is not None
+        return got.n_blocks
+
+    for _ in range(rounds):
+        proxy.pass_on()
+        if whole:
+            assert store(big, "k", deadline_ms=20_000).n_there == 1
+            if way == "ssd":
+                for turn in range(2 * n):
+                    store(churn, f"down-{turn}", deadline_ms=20_000)
+        else:
+            assert chain.put(chain.hash(range(n)), payloads(range(n), size=MIB), deadline_ms=20_000).n_there == n
+        proxy.pass_on(bytes_per_s=scaled(4, 8) * MIB)
+        with meanwhile(evict) as turns:
+            served += slowly()
+            assert turns[0], "others put meanwhile"
+        wait_until(lambda: settled(worker))
+    assert served, "some were served whole"
+
+
+STOPPED_READER = """
+import sys, kvpool, numpy as np
+from tests.support.payload import payloads
+n, block = int(sys.argv[2]), 1 << 20
+client = kvpool.connect(sys.argv[1], transport="shm", deadline_ms=60_000)
+ns = client.namespace("stopped", kvpool.KVLayout.opaque(block_bytes=block), create=True)
+hashes, want = ns.hash(range(n)), payloads(range(n), size=block)
+out = np.zeros_like(want)
+served = 0
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.strip() == "end":
+        break
+    ns.put(hashes, want, deadline_ms=5_000)
+    for _ in range(int(line)):
+        out.fill(0)
+        got = ns.get(hashes, out, deadline_ms=100)
+        assert (out[: got.n_blocks] == want[: got.n_blocks]).all(), got
+        assert got.n_blocks == n or got.miss is not None, got
+        served += got.n_blocks
+    print("turn", flush=True)
+print(served, flush=True)
+client.close()
+"""
+
+
+def test_B05_a_reader_that_was_stopped_serves_no_other_keys_bytes(make_cluster: MakeCluster) -> None:
+    """Shared memory in place of a relay: the reader is stopped in its copies for longer than what its reads promised itself (their
+    deadline and 1 s), while its slots are given to others."""
+    n, rounds, chance = 16, scaled(3, 200), random.Random(5)
+    cluster = make_cluster(dram="24MiB")
+    churn = keyed(cluster.connect(), "churn", MIB)
+    reader = python(STOPPED_READER, cluster.master_address, n)
+    with ended(reader):
+        assert reader.stdin is not None and reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+        for round_ in range(rounds):
+            reader.stdin.write("20\n")
+            reader.stdin.flush()
+            pause(chance.uniform(0.02, 0.15))  # so that it is somewhere in its copies
+            reader.send_signal(signal.SIGSTOP)
+            end = time.monotonic() + 1.4
+            turn = 0
+            while time.monotonic() < end or turn < 48:
+                store(churn, f"{round_}/{turn}", deadline_ms=5_000)
+                turn += 1
+            reader.send_signal(signal.SIGCONT)
+            assert reader.stdout.readline() == "turn\n", "the reader ended"
+        out, _ = reader.communicate("end\n", timeout=30)
+        assert reader.returncode == 0 and int(out) > 0
+    wait_until(lambda: settled(cluster.worker()))
+
+
+def test_B12_promises_without_a_read_end_by_themselves(make_cluster: MakeCluster) -> None:
+    n, rounds, ttl_ms, chance = 32, scaled(120, 1000), scaled(500, 2000), random.Random(12)
+    cluster = make_cluster(dram="64MiB")
+    worker = cluster.worker()
+    client = cluster.connect()
+    ns = client.namespace("b12", opaque(MIB), create=True)
+    hashes = ns.hash(range(n))
+    assert ns.put(hashes, payloads(range(n), size=MIB)).n_there == n
+    out = np.zeros((4, MIB), np.uint8)
+    n_lost = 0
+
+    async def cancelled() -> None:
+        async with await kvpool.aio.connect(cluster.master_address, mirror=False) as face:
+            other = await face.namespace("b12", opaque(MIB))
+            asked = [asyncio.ensure_future(other.hold(hashes, ttl_ms=ttl_ms)) for _ in range(4)]
+            await asyncio.sleep(0)
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    for _ in range(rounds):
+        what = chance.choices(("load four", "load nothing", "cancel", "time out", "drop"), (10, 10, 1, 10, 2))[0]
+        if what == "cancel":
+            asyncio.run(cancelled())
+        elif what == "time out":
+            with contextlib.suppress(KVPoolError):
+                ns.hold(hashes, ttl_ms=ttl_ms, deadline_ms=0.2)
+        elif what == "drop":
+            gone = kvpool.connect(cluster.master_address)
+            space = gone.namespace("b12", opaque(MIB))
+            space.hold(hashes, ttl_ms=ttl_ms)
+            space.view(hashes)
+            session = space.put_session(space.hash([n_lost, 10**6]))
+            n_lost += 1
+            session.write(0, 0, b"x" * 1000)
+            gone.close()
+        else:
+            hold = ns.hold(hashes, ttl_ms=ttl_ms)
+            if what == "load four":
+                assert ns.get(hashes[:4], out, hold=hold).n_blocks == min(4, hold.n_blocks)
+    wait_until(lambda: settled(worker), timeout_s=2 * ttl_ms / 1e3 + SLACK_S)
+    others = ns.hash(range(1000, 1064))
+    done = ns.put(others, payloads(range(64), size=MIB))
+    assert done.outcomes == [Outcome.STORED] * 64, done.reasons
+    assert settled(worker)
+
+
+BUSY_CLIENT = """
+import sys, threading, itertools, numpy as np, kvpool
+address, transport, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+client = kvpool.connect(address, transport=transport, deadline_ms=60_000)
+ns = client.namespace("b13", kvpool.KVLayout.opaque(block_bytes=1 << 20), create=True)
+hashes = ns.hash(range(8))
+ns.put(hashes, np.full((8, 1 << 20), 7, np.uint8), deadline_ms=10_000)
+holds = [ns.hold(hashes, ttl_ms=int(sys.argv[4])) for _ in range(16)]
+views = [ns.view(hashes) for _ in range(2)] if transport == "shm" else []
+session = ns.put_session(ns.hash(range(seed * 100, seed * 100 + 4)))
+session.write(0, 0, bytes(1000))
+def putting(n):
+    for i in itertools.count():
+        ns.put(ns.hash([seed, n, i]), np.full((3, 1 << 20), i % 256, np.uint8), deadline_ms=10_000)
+def getting(n):
+    out = np.zeros((8, 1 << 20), np.uint8)
+    while True:
+        ns.get(hashes, out, deadline_ms=10_000)
+for work in (putting, putting, getting, getting):
+    threading.Thread(target=work, args=(seed * 7 + id(work) % 5,), daemon=True).start()
+print("busy", flush=True)
+sys.stdin.read()
+"""
+
+POLITE_CLIENT = """
+import sys, kvpool
+from tests.support.payload import payloads
+with kvpool.connect(sys.argv[1], deadline_ms=60_000) as client:
+    ns = client.namespace("polite", kvpool.KVLayout.opaque(block_bytes=1 << 20), create=True)
+    print(ns.put(ns.hash(range(8)), payloads(range(8), size=1 << 20), deadline_ms=20_000).n_there)
+"""
+
+
+def test_B13_a_client_that_is_killed_takes_nothing_along(make_cluster: MakeCluster) -> None:
+    rounds, at_a_time, ttl_ms = scaled(1, 10), 2, scaled(500, 2000)
+    cluster = make_cluster(dram="64MiB")
+    worker, master = cluster.worker(), cluster.master
+    assert master is not None
+    address = cluster.master_address
+
+    def round_(number: int) -> None:
+        clients = [python(BUSY_CLIENT, address, ("shm", "tcp")[i % 2], number * 2 + i, ttl_ms) for i in range(at_a_time)]
+        with ended(*clients):
+            for client in clients:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "busy\n"
+            held = now(worker, "holds")
+            assert held >= 16, held
+            for client in clients:
+                client.kill()
+
+    def back() -> bool:
+        return settled(worker) and metrics(worker)["kvpool_connections"] <= 2 and not half_closed(worker)
+
+    round_(0)  # memory that stays with the process comes with the first
+    wait_until(back, timeout_s=BACK_S)
+    before = usage(worker), usage(master)
+    for number in range(rounds):
+        round_(number + 1)
+    wait_until(back, timeout_s=BACK_S)
+    for role, was in zip((worker, master), before, strict=True):
+        wait_until(lambda role=role, was=was: usage(role).fds <= was.fds and usage(role).threads <= was.threads + 2,
+                   timeout_s=BACK_S)  # fmt: skip
+        assert usage(role).rss < was.rss + 48 * MIB
+    assert usage(worker).memfd_bytes <= 66 * MIB, "rings of the dead are given back"
+    assert said(python(POLITE_CLIENT, address)) == "8"
+    reader = cluster.connect().namespace("polite", opaque(MIB))
+    out = np.zeros((8, MIB), np.uint8)
+    assert reader.get(reader.hash(range(8)), out, deadline_ms=5_000).n_blocks == 8, "what a client put outlives it"
+    assert all(check(name, row) for name, row in enumerate(out))
+    rest = keyed(cluster.connect(), "rest", MIB)
+    assert store(rest, *range(64)).outcomes == [Outcome.STORED] * 64, "the whole pool can be filled"
+
+
+def test_B13_calls_given_up_while_the_worker_stood_still_leave_nothing(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(dram="32MiB")
+    worker = cluster.worker()
+    spaces = [keyed(cluster.connect(transport=transport), "abort", MIB) for transport in ("shm", "tcp")]
+    assert store(spaces[0], *range(8)).n_there == 8
+    assert all(read(ns, 0) for ns in spaces)
+    worker.pause()
+
+    def give_up(ns: kvpool.Namespace, i: int) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(KVPoolError):
+            ns.hold(key(ns, *range(8)), ttl_ms=300, deadline_ms=200)
+        read(ns, i, deadline_ms=200)
+        store(ns, f"late-{i}", deadline_ms=200)
+        assert time.monotonic() - began < 0.6 + SLACK_S
+
+    at_once(*(lambda ns=ns, i=i: give_up(ns, i) for ns in spaces for i in range(4)))
+    worker.resume()
+    wait_until(lambda: settled(worker), timeout_s=BACK_S)
+    for ns in spaces:
+        wait_until(lambda ns=ns: read(ns, 3), what="the worker is used again")
+    assert wait_until(lambda: store(spaces[0], *range(100, 132)).outcomes == [Outcome.STORED] * 32)
+
+
+SLOW_WRITER = """
+import sys, kvpool
+from tests.support.payload import payload
+block, names = int(sys.argv[2]), sys.argv[3:]
+client = kvpool.connect(sys.argv[1], transport="tcp", deadline_ms=60_000)
+ns = client.namespace("b15", kvpool.KVLayout.opaque(block_bytes=block), create=True, hash="external")
+import threading
+for name in names:
+    hashes = ns.hashes([f"key-{name}".encode().ljust(16, b".")])
+    threading.Thread(target=ns.put, args=(hashes, [payload(name, 1, block)]), kwargs={"deadline_ms": 60_000}).start()
+"""
+
+
+def test_B15_a_writer_killed_in_mid_put_leaves_no_key_in_progress(make_cluster: MakeCluster,
+                                                                  make_proxy: Callable[..., Any]) -> None:  # fmt: skip
+    n, block, rounds = scaled(4, 2), scaled(8, 32) * MIB, scaled(1, 10)
+    cluster = make_cluster(dram="64MiB", worker_args=RELAYED)
+    worker = cluster.worker()
+    proxy = relayed(make_proxy, worker)
+    ns = keyed(cluster.connect(transport="shm"), "b15", block)
+    for round_ in range(rounds):
+        names = [f"{round_}/{i}" for i in range(n)]
+        passed = proxy.n_bytes
+        proxy.pass_on(bytes_per_s=4 * MIB)
+        writer = python(SLOW_WRITER, cluster.master_address, block, *names)
+        with ended(writer):
+            wait_until(lambda: now(worker, "reserved") == n and proxy.n_bytes > passed + scaled(2, 8) * MIB, timeout_s=30)
+            for name in names:
+                assert not read(ns, name) and ns.match(key(ns, name)) == ns.touch(key(ns, name)) == 0, "in mid-put: a miss"
+            writer.kill()
+        for name in names:  # at once
+            assert not read(ns, name) and ns.match(key(ns, name)) == 0
+            assert ns.remove(key(ns, name)).outcomes == [RemoveOutcome.ABSENT]
+            assert store(ns, name, version=2, deadline_ms=10_000).outcomes == [Outcome.STORED], "by another writer"
+            assert read(ns, name, versions=[2])
+        proxy.pass_on()
+        wait_until(lambda: settled(worker))
+    fill = keyed(cluster.connect(), "fill", MIB)
+    assert store(fill, *range(64), deadline_ms=20_000).outcomes == [Outcome.STORED] * 64, "all space is back"
+    assert now(worker, "reserved") == 0
