@@ -234,6 +234,11 @@ def test_a_use_never_makes_a_block_colder() -> None:
     assert policy.tick_of(two) == 6 and policy.victim(group) is one
     policy.touch([one], 6, 3)
     assert policy.victim(group) is one, "the same batch, but deeper"
+    policy.add([Entry(group) for _ in range(100)], 7, range(100))
+    late = Entry(group)
+    policy.add([late], 8, [0])
+    policy.touch([late], 5, 0)  # of another bucket
+    assert policy.tick_of(late) == 8
     policy.check()
 
 
