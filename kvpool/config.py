@@ -43,6 +43,7 @@ from kvpool.quantities import (
     parse_size,
     parse_ssd,
     parse_time_ms,
+    without_password,
 )
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class MasterSettings(_Served):
     port: Whole = Field(7400, ge=0, le=65535, description="gRPC port; 0: any free one")
     http_port: Whole = Field(7401, ge=0, le=65535, description="HTTP port; 0: any free one")
     data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.MASTER), description="directory of its state")
-    store: Text = Field("", description="empty: LMDB in data_dir")
+    store: Text = Field("", repr=False, description="empty: LMDB in data_dir; redis://...: shared by several masters")
     heartbeat_ms: TimeMs = Field(500, ge=10, le=60_000, description="how often workers say that they live")
     suspect_after_ms: TimeMs = Field(1500, ge=20, le=600_000, description="silence after which a worker is asked last")
     dead_after_ms: TimeMs = Field(4000, ge=30, le=HOUR_MS, description="silence after which a worker's blocks are lost")
@@ -285,9 +286,15 @@ def load(role: str, *, file: Path | None = None, flags: Mapping[str, Any] | None
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Every setting as it counts, as JSON-able values; a token is not shown."""
-    values: dict[str, Any] = settings.model_dump(mode="json")
-    return {name: "***" if name == "token" and value else value for name, value in values.items()}
+    """Every setting as it counts, as JSON-able values; tokens and passwords are not shown."""
+    return {name: _shown(name, value) for name, value in settings.model_dump(mode="json").items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A value as others may see it."""
+    if name == "token":
+        return "***" if value else value
+    return without_password(value if isinstance(value, str) else repr(value)) if name == "store" else value
 
 
 def sources(settings: Settings) -> dict[str, str]:
@@ -394,7 +401,7 @@ def _explain(cls: type[Settings], given: Mapping[str, _Given], error: Validation
             continue
         name = str(item["loc"][0])
         source = given[name].source if name in given else "default"
-        shown = "***" if name == "token" else f"{item['input']!r:.80}"
+        shown = f"{_shown(name, item['input'])!r:.80}"
         yield f"{name} (from {source}): {shown}: {_plain(message)}; allowed: {allowed(cls, name)}"
 
 

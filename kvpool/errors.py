@@ -59,6 +59,18 @@ class MasterUnavailable(KVPoolError):
     retryable = True
 
 
+class StoreUnavailable(MasterUnavailable):
+    """The store of the masters did not answer in time, or takes no writes now. A write may or may not have been done."""
+
+    code = "store_unavailable"
+
+
+class Fenced(MasterUnavailable):
+    """This master is not the leader (any more): the store has a newer epoch, or another owner. Nothing was written."""
+
+    code = "fenced"
+
+
 class DeadlineExceeded(KVPoolError):
     """The call's deadline passed before it could be finished."""
 
@@ -89,6 +101,8 @@ BY_CODE: dict[str, type[KVPoolError]] = {
         PermissionDenied,
         QuotaExceeded,
         MasterUnavailable,
+        StoreUnavailable,
+        Fenced,
         DeadlineExceeded,
         VersionMismatch,
         ConfigError,
@@ -105,9 +119,12 @@ GRPC_STATUS: dict[str, str] = {
     "permission_denied": "PERMISSION_DENIED",
     "quota_exceeded": "RESOURCE_EXHAUSTED",
     "master_unavailable": "UNAVAILABLE",
+    "store_unavailable": "UNAVAILABLE",
+    "fenced": "UNAVAILABLE",
     "deadline_exceeded": "DEADLINE_EXCEEDED",
     "version_mismatch": "FAILED_PRECONDITION",
     "config": "INVALID_ARGUMENT",
 }
 
 ERROR_CODE_KEY = "kvpool-error-code"
+LEADER_KEY = "kvpool-leader"  # where a master that does not lead says who does; "" unknown

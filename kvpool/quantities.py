@@ -172,3 +172,9 @@ def as_path(value: object) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError("begins with ~ and there is no home directory") from None
+
+
+def without_password(url: str) -> str:
+    """The address of a store as it may be shown, whatever is wrong with it."""
+    shown = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
+    return re.sub(r"(password=)[^&]*", r"\1***", shown)

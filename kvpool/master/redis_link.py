@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvpool.errors import ConfigError, KVPoolError, MasterUnavailable, QuotaExceeded
+from kvpool.errors import ConfigError, Fenced, KVPoolError, QuotaExceeded, StoreUnavailable
+from kvpool.quantities import without_password
 
 SOCKET_TIMEOUT_S: Final = 0.5  # connecting, sending, each read
 CALL_S: Final = 1.0  # a whole call, with the wait for a connection and one more attempt
@@ -45,14 +46,6 @@ _LATER: Final = frozenset(  # first words of redis' errors that pass by themselv
     ("MISCONF", "NOREPLICAS", "BUSY", "LOADING", "MASTERDOWN")
 )
 _POOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-class StoreUnavailable(MasterUnavailable):
-    """The store did not answer in time, or cannot take writes now. A write may or may not have been done."""
-
-
-class Fenced(MasterUnavailable):
-    """This master is not the leader (any more): the store has a newer epoch, or another owner. Nothing was written."""
 
 
 class StoreDamaged(ConfigError):
@@ -79,12 +72,6 @@ class RedisPlace:
         nodes = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.nodes)
         path = {"single": f"/{self.db}", "sentinel": f"/{self.service}/{self.db}", "cluster": ""}[self.kind]
         return f"{scheme}://{nodes}{path}"
-
-
-def without_password(url: str) -> str:
-    """A store's address as it may be shown, whatever is wrong with it."""
-    shown = re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
-    return re.sub(r"(password=)[^&]*", r"\1***", shown)
 
 
 def parse(url: str) -> RedisPlace:

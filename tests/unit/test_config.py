@@ -126,6 +126,14 @@ def test_effective_hides_the_token() -> None:
     assert "secret" not in refused("token", role="client", token=["secret"])
 
 
+def test_effective_hides_the_password_of_the_store() -> None:
+    settings = load("master", flags={"store": "redis://:secret@r:6379/0?sentinel_password=secret"})
+    assert effective(settings)["store"] == "redis://***@r:6379/0?sentinel_password=***" and "secret" not in repr(settings)
+    assert effective(load("master"))["store"] == ""
+    assert "secret" not in refused("store", role="master", store=["redis://:secret@r"])
+    assert "secret" not in refused("port", role="master", store="redis://:secret@r", port=-1)
+
+
 # --- misspelt and misplaced -----------------------------------------------------------------------------------------------
 
 
