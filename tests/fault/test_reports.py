@@ -730,3 +730,194 @@ def test_B15_a_writer_killed_in_mid_put_leaves_no_key_in_progress(make_cluster: 
     fill = keyed(cluster.connect(), "fill", MIB)
     assert store(fill, *range(64), deadline_ms=20_000).outcomes == [Outcome.STORED] * 64, "all space is back"
     assert now(worker, "reserved") == 0
+
+
+# --- hashes --------------------------------------------------------------------------------------------------------------
+
+HASHING = """
+import os, sys, kvpool
+from kvpool.core.hashing import HashKind, chain_root, hash_tokens
+def keys():
+    found = []
+    for kind in (HashKind.SHA256, HashKind.XXH3_128):
+        for salt in (b"", b"salt"):
+            root = chain_root(kind, fingerprint=kvpool.KVLayout.opaque(block_bytes=4096, block_tokens=16).fingerprint, salt=salt)
+            plain = hash_tokens(kind, range(1024), block_tokens=16, root=root)
+            for same in ({"parent": None}, {"extra": b""}, {"extra": []}, {"parent": None, "extra": ()}):
+                assert hash_tokens(kind, list(range(1024)), block_tokens=16, root=root, **same) == plain, same
+            found += [plain, hash_tokens(kind, range(1024), block_tokens=16, root=root, extra=b"lora"),
+                      hash_tokens(kind, range(1024), block_tokens=16, root=root, extra=[(20, 40, b"image")])]
+    assert all(len(one) == 64 for one in found)
+    return "".join(bytes(one).hex() for one in found)
+print(keys(), flush=True)
+pid = os.fork()
+if pid == 0:
+    print(keys(), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+
+PREFIX_WRITER = """
+import sys, kvpool
+from tests.support.payload import payloads
+with kvpool.connect(sys.argv[1], deadline_ms=60_000) as client:
+    ns = client.namespace("b08", kvpool.KVLayout.opaque(block_bytes=4096, block_tokens=16), create=True, salt=b"s")
+    assert ns.put(ns.hash(range(1024)), payloads(range(64), size=4096), deadline_ms=20_000).n_there == 64
+"""
+
+PREFIX_READER = """
+import sys, numpy as np, kvpool
+from tests.support.payload import check
+with kvpool.connect(sys.argv[1], deadline_ms=60_000) as client:
+    ns = client.namespace("b08", kvpool.KVLayout.opaque(block_bytes=4096, block_tokens=16), salt=b"s")
+    out, hashes = np.zeros((64, 4096), np.uint8), ns.hash(range(1024))
+    assert ns.match(hashes, deadline_ms=20_000) == ns.get(hashes, out, deadline_ms=20_000).n_blocks == 64
+    assert all(check(i, row) for i, row in enumerate(out))
+    print(ns.match(ns.hash(range(1024), extra=b""), deadline_ms=20_000))
+"""
+
+
+def test_B08_keys_are_the_same_in_every_process(pool: Cluster) -> None:
+    """One Python version is at hand."""
+    seeds: list[dict[str, str]] = [{}, {"PYTHONHASHSEED": "0"}, {"PYTHONHASHSEED": "1"}]
+    writer = python(PREFIX_WRITER, pool.master_address, env=seeds[1])
+    told = [said(one) for one in [python(HASHING, env=seed) for seed in seeds]]
+    lines = [line for one in told for line in one.splitlines()]
+    assert (len(lines), len(set(lines))) == (6, 1)
+    assert len({lines[0][i : i + 64] for i in range(0, len(lines[0]), 64)}) == 2 * 2 * (64 * 2 + 63), "and otherwise differ"
+    said(writer)
+    assert said(python(PREFIX_READER, pool.master_address, env=seeds[2])) == "64"
+
+
+def test_B30_an_image_is_part_of_every_key_from_it_on(connect: Connect) -> None:
+    n, before = scaled(200, 2000), 4
+    ns = connect().namespace("b30", opaque(64, block_tokens=16), create=True)
+    tokens = np.array([*range(1, 65), *[32_000] * 576, *range(65, 129)])
+    chance = random.Random(30)
+    images = [chance.randbytes(32) for _ in range(n - 100)]
+    images += [images[i][:8] + chance.randbytes(24) for i in range(50)] + [chance.randbytes(24) + images[i][-8:] for i in range(50)]
+    chains = [ns.hash(tokens, extra=[(64, 640, image)]) for image in images]
+    chains += [ns.hash(tokens, extra=[(64 + shift, 640, images[0])]) for shift in (1, 15, 16)]
+    chains += [ns.hash(tokens, extra=[(64, 639, images[0])]), ns.hash(tokens)]
+    for block in range(len(chains[0])):
+        distinct = len({bytes(one[block : block + 1]) for one in chains})
+        assert distinct == (1 if block < before else len(chains) - 1 if block == before else len(chains)), block
+    assert chains[n + 2][before] == chains[n + 4][before], "an image that begins a block later is not in this one"
+    data = payloads(range(44), size=64)
+    assert ns.put(chains[0], data).n_there == 44
+    out = np.zeros_like(data)
+    for other in chains[1:]:
+        got = ns.get(other, out)
+        assert (got.n_blocks, got.miss) == (before, MissCause.NEVER_STORED)
+    assert {ns.match(other) for other in chains[1:50]} == {before}
+    assert ns.get(ns.hash(tokens, extra=[(64, 640, images[0])]), out).n_blocks == 44
+    assert (out == data).all()
+
+
+@pytest.mark.parametrize("ssd", [False, True], ids=["dram", "both tiers"])
+def test_B58_a_prefix_gets_no_hole_and_its_tail_goes_first(make_cluster: MakeCluster, ssd: bool) -> None:
+    """Both tiers: the pool is what both have. Some blocks of the tail may outlive their parents there for a while: those that
+    were being written down just when it was their turn to go."""
+    block, n, room, stray = 64 * KIB, 128, 256, 16 if ssd else 0
+    cluster = make_cluster(dram="8MiB" if ssd else "16MiB", ssd="9MiB" if ssd else None)
+    client = cluster.connect()
+    ns = client.namespace("b58", opaque(block), create=True)
+    hashes, data = ns.hash(range(n)), payloads(range(n), size=block)
+
+    def put(first: int, stop: int) -> list[Outcome]:
+        outcomes = []
+        for at in range(first, stop, 16):
+            outcomes += ns.put(hashes[at : at + 16], data[at : at + 16], deadline_ms=20_000).outcomes
+        return outcomes
+
+    def there() -> list[bool]:
+        return [ns.match(hashes[i : i + 1]) == 1 for i in range(n)]  # a lookup at the master is no use
+
+    assert put(0, n) == [Outcome.STORED] * n
+    assert ns.remove(hashes[:1]).outcomes == [RemoveOutcome.REMOVED]
+    out = np.zeros((n, block), np.uint8)
+    assert ns.match(hashes) == ns.touch(hashes) == ns.get(hashes, out).n_blocks == 0, "the gap is at the head"
+    assert ns.match(hashes[5:6]) == 1 and ns.get(hashes[5:6], out[:1]).n_blocks == 1, "but each is there by its key"
+    assert out[0].tobytes() == data[5].tobytes()
+    assert put(0, n) == [Outcome.STORED] + [Outcome.ALREADY] * (n - 1)
+    for _ in range(10):
+        assert ns.match(hashes) == n
+        for at in range(n // 2, n, 16):
+            assert ns.get(hashes[at : at + 16], out[:16], deadline_ms=10_000).n_blocks == 16
+    other = keyed(client, "other", block)
+    found: list[bool] = []
+    for turn in range(0, 16 * room, 16):  # the policy may prefer what was used often, for a while
+        assert store(other, *range(turn, turn + 16), deadline_ms=20_000).n_there == 16
+        if turn >= room - n // 2:
+            found = there()
+            kept = found.index(False) if False in found else n
+            assert sum(found[kept:]) <= stray, f"no prefix: {''.join('.x'[one] for one in found)}"
+            if kept <= n // 2:
+                break
+    assert kept <= n // 2, "nothing of the chain ever goes"
+    assert ns.get(hashes, out).n_blocks == ns.match(hashes) == kept
+    assert (out[:kept] == data[:kept]).all()
+
+
+def test_B64_keys_are_compared_whole_in_every_tier(make_cluster: MakeCluster) -> None:
+    """Keys are bytes, so integers wrap nowhere; token ids are integers of 32 bits, others are refused."""
+    n, chance = scaled(200, 1000), random.Random(64)
+    cluster = make_cluster(dram="1MiB", ssd="16MiB")
+    ns = keyed(cluster.connect(), "b64", 4096)
+    ours, theirs = [], []
+    for _ in range(n):
+        one, other, bit = chance.randbytes(32), chance.randbytes(24), chance.randrange(256)
+        ours += [one, one[::-1], one[16:] + one[:16]]
+        flipped = (int.from_bytes(ours[-1], "big") ^ 1 << bit).to_bytes(32, "big")
+        theirs += [one[:8] + other, other + ours[-2][-8:], flipped]
+    for at in range(0, 3 * n, 50):
+        part = ours[at : at + 50]
+        assert ns.put(ns.hashes(part), payloads([one.hex() for one in part], size=4096), deadline_ms=10_000).n_there == len(part)
+    hits = [0]
+
+    def no_cross_hits() -> None:
+        role = cluster.worker()
+        with RawClient(role.address) as raw:
+            answer, _ = raw.read(ns.hashes(theirs).key_batch(ns._spec.uid))
+            assert not (answer.entries["code"] < 32).any(), "one of a pair was served for the other"
+        out = np.zeros((1, 4096), np.uint8)
+        for mine, other in list(zip(ours, theirs, strict=True))[:: scaled(10, 1)]:
+            assert ns.match(ns.hashes([other])) == ns.get(ns.hashes([other]), out).n_blocks == 0
+            if ns.get(ns.hashes([mine]), out).n_blocks:
+                check(mine.hex(), out[0])
+                hits[0] += 1
+
+    no_cross_hits()
+    assert hits[0] == len(ours[:: scaled(10, 1)])
+    told = metrics(cluster.worker())
+    assert told['kvpool_tier_blocks{tier="ssd"}'] > n, "most lie on disk"
+    cluster.worker().stop()
+    cluster.start_worker(0)
+    wait_until(lambda: cluster.connect().describe()["complete"])
+    hits[0] = 0
+    no_cross_hits()
+    assert hits[0] > 0, "found again in the files"
+    for digest in (b"x" * 7, b"", b"x" * 65):
+        with pytest.raises(InvalidArgument, match=r"digests\[0\].*8"):
+            ns.hashes([digest])
+    lengths = [b"k" * 8, b"k" * 9, b"k" * 16, b"k" * 31, b"k" * 32, b"k" * 33, b"k" * 64, (b"k" * 8).ljust(32, b"\0")]
+    assert len({bytes(ns.hashes([one])) for one in lengths}) == len(lengths)
+
+
+@pytest.mark.parametrize("kind", ["sha256", "xxh3_128"])
+def test_B64_token_blocks_do_not_collide(connect: Connect, kind: str) -> None:
+    n = scaled(40_000, 200_000)
+    ns = connect().namespace(f"b64-{kind}", opaque(64, block_tokens=16), create=True, hash=kind)
+    tokens = np.random.default_rng(64).integers(0, 128_000, 16 * n, dtype=np.uint32)
+    digests = bytes(ns.hash(tokens))
+    assert len(digests) == 32 * n, "256 bits each"
+    assert len({digests[i : i + 32] for i in range(0, len(digests), 32)}) == n
+    assert len({digests[i : i + 8] for i in range(0, len(digests), 32)}) == n
+    for k in (0, 1, 7, 2**31, 2**32 - 1):
+        one = ns.hash([k] * 16)
+        for wrong in (k + 2**32, k + 2**64, -k - 1):
+            with pytest.raises(InvalidArgument, match="token"):
+                ns.hash([wrong] * 16)
+        assert one != ns.hash([(k + 1) % 2**32] * 16)
+    with pytest.raises(InvalidArgument, match="token"):
+        ns.hash([1.5] * 16)
