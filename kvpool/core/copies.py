@@ -181,7 +181,8 @@ class Copies:
         elif block.ssd_copy is not None and self._ssd_policy is not None:
             self._ssd_policy.remove(block.ssd_copy)
         block.on_idle = block.dram is not None or block.ssd is not None or block.doomed is not None
-        self._note_lingering(block)
+        if self.ssd is not None:
+            self._note_lingering(block)
 
     def _note_lingering(self, block: Block) -> None:
         """A gone block whose record is still on disk, or is being written: `blocks.with_records` must find it."""

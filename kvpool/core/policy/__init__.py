@@ -1,1 +1,1 @@
-"""Policies of the tiers, each behind a seam of its own: which block leaves next (`eviction`). Pure; chosen by the worker's settings."""
+"""Policies of the tiers, each behind a seam of its own: which block leaves next (`eviction`). Pure; the worker chooses."""
