@@ -93,7 +93,7 @@ def _metrics(state: MasterState, sessions: Sessions) -> Iterator[Metric]:
     yield gauge("kvpool_namespaces", "Namespaces", len(state.namespaces))
     states: dict[tuple[str, ...], float] = {(s.name.lower(),): 0.0 for s in WorkerState}
     for member in state.members:
-        states[(member.state.name.lower(),)] += 1
+        states[(member.told_state.name.lower(),)] += 1
     known_away = sum(1 for worker_id in state.records if state.members.get(worker_id) is None)
     states[("down",)] += known_away
     yield Metric("kvpool_workers", Kind.GAUGE, "Workers by state", ("state",), states)
@@ -111,6 +111,7 @@ def _metrics(state: MasterState, sessions: Sessions) -> Iterator[Metric]:
     yield counter("kvpool_lookup_keys_total", "Keys in them", counts.lookup_keys)
     yield counter("kvpool_removals_total", "Removals logged", counts.removals)
     yield counter("kvpool_removals_pending_total", "Removals that a worker did not confirm in time", counts.removals_pending)
+    yield counter("kvpool_peers_reported_total", "Workers that a client said it could not use", counts.peers_reported)
     yield gauge("kvpool_watchers", "Open watches", watching.watchers)
     yield counter("kvpool_watch_resyncs_total", "Snapshots sent to watchers", watching.resyncs)
     yield counter("kvpool_watch_events_total", "Messages sent to watchers", watching.events_sent)

@@ -306,8 +306,9 @@ class RedisStore:
 
 def _is_worker(record: WorkerRecord) -> bool:
     texts = (record.worker_id, record.host_id, record.address, record.http)
-    numbers = (record.incarnation, record.seen_ordinal)
-    return all(type(t) is str for t in texts) and all(type(n) is int for n in numbers) and type(record.connected) is bool
+    numbers = (record.incarnation, record.seen_ordinal, record.drain_rate_bytes)
+    switches = (record.connected, record.draining)
+    return all(type(value) is kind for kind, values in ((str, texts), (int, numbers), (bool, switches)) for value in values)
 
 
 def _lease_reply(raw: Any) -> LeaseReply:

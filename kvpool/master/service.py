@@ -19,7 +19,7 @@ import numpy as np
 from kvpool.core.catalog import Replicas, page_of
 from kvpool.core.keys import pack_keys, split_keys
 from kvpool.core.membership import WorkerState
-from kvpool.core.placement import Candidate, place
+from kvpool.core.placement import Candidate, place, share
 from kvpool.core.types import (
     CAUSE_CODES,
     HASH_BYTES,
@@ -30,6 +30,7 @@ from kvpool.core.types import (
     Holder,
     Key,
     NamespaceUid,
+    WorkerId,
 )
 from kvpool.errors import InvalidArgument, KVPoolError, QuotaExceeded
 from kvpool.master.session import Sessions
@@ -51,6 +52,7 @@ PLACE_WORKERS_MAX: Final = 16
 LIST_LIMIT_MAX: Final = MAX_BATCH_KEYS
 REPLICAS_ANSWERED_MAX: Final = 16  # of one key: a reader tries a few; keeps an answer bounded
 SESSIONS_MAX: Final = 4_096
+WORKERS_NAMED_MAX: Final = 16  # in an error
 
 _REMOVED, _PENDING, _ABSENT = 0, 1, 2
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -194,13 +196,14 @@ class MasterService(pb_grpc.MasterServicer):
             raise InvalidArgument(f"host_id: at most {HOST_ID_CHARS_MAX} characters")
         if request.n_workers > PLACE_WORKERS_MAX:
             raise InvalidArgument(f"n_workers: {request.n_workers}; the limit is {PLACE_WORKERS_MAX}")
-        up = {m.info.worker_id: m for m in state.members if m.state is WorkerState.UP and m.connected}
+        up = {m.info.worker_id: m for m in state.members if m.told_state is WorkerState.UP and m.connected}
+        now_ms = state.now_ms()
         parents = set()
         if len(keys) == 2:
             members = (state.members.of_holder(holder) for holder, _ in state.locate(namespace, keys[:1])[0])
             parents = {member.info.worker_id for member in members if member is not None}
         chosen = place(
-            [Candidate(w, m.info.host_id, m.free_bytes, m.capacity_bytes) for w, m in up.items()],
+            [Candidate(w, m.info.host_id, m.free_bytes, m.capacity_bytes, share(m.up_ms(now_ms))) for w, m in up.items()],
             key=keys[-1],
             parent_workers=parents,
             host_id=request.host_id,
@@ -250,6 +253,35 @@ class MasterService(pb_grpc.MasterServicer):
             index_bytes=state.catalog.index_bytes,
             complete=state.complete(),
         )
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    @_typed
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        """The wish is in the store when this answers; how far the worker is, its status says."""
+        state = self._state
+        worker_id = WorkerId(request.worker_id)
+        if request.cancel and request.forget:
+            raise InvalidArgument("cancel: of a worker that is to be forgotten there is nothing to cancel")
+        status = _status_of(state, worker_id)
+        member = state.members.get(worker_id)
+        if request.forget:
+            if member is not None and member.connected:
+                raise InvalidArgument(f"worker: {worker_id!r} is connected; drain it, and stop it, before it is forgotten")
+            await state.forget(worker_id)
+            return pb.DrainReply(epoch=state.epoch, worker=status)
+        if member is None:
+            raise InvalidArgument(f"worker: {worker_id!r} is down: nothing can be moved from it (--forget when it stays away)")
+        task = await state.set_drain(member, draining=not request.cancel, rate_bytes=request.rate_bytes)
+        self._sessions.tell_drain(worker_id, task)
+        return pb.DrainReply(epoch=state.epoch, worker=_status_of(state, worker_id))
+
+    @_typed
+    async def ReportPeer(self, request: pb.ReportPeerRequest, context: Any) -> pb.ReportPeerReply:
+        state = self._state
+        state.counts.peers_reported += 1
+        state.settle(state.members.suspect(WorkerId(request.worker_id), request.incarnation))
+        return pb.ReportPeerReply(epoch=state.epoch)
 
     # --- removals -------------------------------------------------------------------------------------------------------
 
@@ -352,6 +384,14 @@ def _count(packed: bytes, item_bytes: int, field: str) -> int:
 def _keys(packed: bytes) -> list[Key]:
     _count(packed, KEY_BYTES, "keys")
     return split_keys(packed)
+
+
+def _status_of(state: MasterState, worker_id: WorkerId) -> pb.WorkerStatus:
+    statuses = {status.info.worker_id: status for status in state.worker_statuses()}
+    if worker_id not in statuses:
+        names = sorted(statuses)[:WORKERS_NAMED_MAX]
+        raise InvalidArgument(f"worker: {worker_id!r} is not known; known are {', '.join(names) or 'none'}")
+    return statuses[worker_id]
 
 
 def _wait_s(context: Any) -> float:

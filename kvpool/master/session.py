@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import kvpool
+from kvpool.core import version
 from kvpool.core.membership import Member, WorkerInfo
 from kvpool.core.removals import Removal
 from kvpool.core.session import SESSION_PROTOCOL, Accept, ReportBatch
@@ -35,6 +37,7 @@ OUTBOX_MESSAGES_MAX: Final = 4_096
 WELCOME_MISSED_BYTES_MAX: Final = 32 << 20  # of all namespaces; past it a worker drops blocks instead (messages are limited)
 NAME_BYTES_MAX: Final = 256  # ids, addresses, host ids
 TIERS_MAX: Final = 8  # of one heartbeat
+DRAIN_REASON_MAX: Final = 1_000  # characters
 HELLO_NAMESPACES_MAX: Final = 65_536
 SLICE_KEYS: Final = 4_096  # of an inventory that are applied at once: a few ms of the loop
 
@@ -188,7 +191,10 @@ class Sessions:
         if older is not None:
             older.close("replaced", f"worker {info.worker_id} opened a newer session")
             self._lose_tasks(older)
-        member, change = state.members.hello(info, now_ms=state.now_ms())
+        record = state.records.get(info.worker_id)
+        seasoned = record is not None and record.incarnation == info.incarnation  # new to this master alone
+        member, change = state.members.hello(info, now_ms=state.now_ms(), seasoned=seasoned)
+        change += state.members.drain(info.worker_id, draining=record is not None and record.draining, drained=member.drained)
         extra = state.extras.get(info.worker_id)
         if extra is None or change.retired:  # a new member, or a new incarnation of one
             extra = Extra()
@@ -232,7 +238,8 @@ class Sessions:
                 room -= len(missed.keys)
             updates.append(update)
         updates += [pb.NamespaceUpdate(namespace=pb.Namespace(uid=uid), deleted=True) for uid in applied]
-        return pb.Welcome(inventory_wanted=inventory_wanted, namespaces=updates, heartbeat_ms=state.settings.heartbeat_ms)
+        return pb.Welcome(inventory_wanted=inventory_wanted, namespaces=updates, heartbeat_ms=state.settings.heartbeat_ms,
+                          drain=state.drain_task(WorkerId(hello.info.worker_id)))  # fmt: skip
 
     async def _write(self, context: Any, stream: Stream) -> None:
         async for message in stream.outbox:
@@ -357,6 +364,7 @@ class Sessions:
             raise InvalidArgument(f"heartbeat.tiers: {len(heartbeat.tiers)} tiers; the limit is {TIERS_MAX}")
         stream.extra.tiers = tuple(heartbeat.tiers)
         stream.has_disk = any(tier.tier == Tier.SSD.value for tier in heartbeat.tiers)
+        self._state.note_drain(stream.member, stream.extra, _check_drain(heartbeat))
         for tier in heartbeat.tiers:
             if tier.tier == Tier.DRAM.value:
                 free_bytes = max(0, tier.capacity_bytes - tier.used_bytes)
@@ -383,6 +391,12 @@ class Sessions:
     def tell_deleted(self, uid: NamespaceUid) -> None:
         for stream in self.streams.values():
             stream.send(namespace=pb.NamespaceUpdate(namespace=pb.Namespace(uid=uid), deleted=True))
+
+    def tell_drain(self, worker_id: WorkerId, task: pb.DrainTask) -> None:
+        """To one worker, where it is connected: what the store has now. Else its next Welcome says it."""
+        stream = self.streams.get(worker_id)
+        if stream is not None:
+            stream.send(drain=task)
 
     def send_removal(self, namespace: Namespace, removal: Removal) -> list[Task]:
         """Queues the removal for every connected worker, without waiting."""
@@ -440,6 +454,7 @@ class Sessions:
 def _check_hello(hello: pb.WorkerHello) -> WorkerInfo:
     if hello.protocol != SESSION_PROTOCOL:
         raise VersionMismatch(f"protocol: the worker speaks session protocol {hello.protocol}, this master {SESSION_PROTOCOL}")
+    version.check(hello.version, peer_name="worker", own=kvpool.__version__, own_name="master")
     info = hello.info
     for name in ("worker_id", "host_id", "address", "unix_name"):
         value = getattr(info, name)
@@ -455,6 +470,15 @@ def _check_hello(hello: pb.WorkerHello) -> WorkerInfo:
     if any(len(entry.namespace) != UID_BYTES for entry in hello.removals):
         raise InvalidArgument(f"removals.namespace: must have {UID_BYTES} bytes")
     return WorkerInfo(WorkerId(info.worker_id), Incarnation(info.incarnation), info.host_id, info.address, info.unix_name)
+
+
+def _check_drain(heartbeat: pb.Heartbeat) -> pb.DrainStatus | None:
+    if not heartbeat.HasField("drain"):
+        return None
+    drain = heartbeat.drain
+    if len(drain.reason) > DRAIN_REASON_MAX:
+        raise InvalidArgument(f"heartbeat.drain.reason: {len(drain.reason)} characters; the limit is {DRAIN_REASON_MAX}")
+    return drain
 
 
 def _slices(batches: list[ReportBatch]) -> Iterator[ReportBatch]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.core.catalog import Catalog, Gone, Replicas
+from kvpool.core.drain import Phase
 from kvpool.core.keys import split_keys
 from kvpool.core.membership import Change, Member, Membership, WorkerState
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.removals import Missed, Removal, RemovalLog
 from kvpool.core.session import Inbox, ReportBatch, unpack_cause
 from kvpool.core.types import Epoch, Holder, Key, MissCause, NamespaceUid, WorkerId
-from kvpool.errors import LayoutMismatch, NamespaceNotFound, QuotaExceeded
+from kvpool.errors import KVPoolError, LayoutMismatch, NamespaceNotFound, QuotaExceeded
 from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
 from kvpool.master.watch import Changed, Counters, Emptied, EventLog, HolderRetired, HolderSeen
 from kvpool.v1 import master_pb2 as pb
@@ -53,6 +54,7 @@ class Extra:
     http: str = ""
     pid: int = 0
     version: str = ""
+    drain: pb.DrainStatus | None = None  # as its last heartbeat said
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Counts:
     workers_lost: int = 0
     removals: int = 0
     removals_pending: int = 0
+    peers_reported: int = 0
     lookups: int = 0
     lookup_keys: int = 0
     rpc_errors: dict[str, int] = field(default_factory=dict)
@@ -189,11 +192,15 @@ class MasterState:
         )
 
     async def remember(self, member: Member, extra: Extra, *, connected: bool) -> None:
-        """Writes down that this worker may have blocks."""
+        """Writes down that this worker may have blocks. One that leaves empty is through with its drain."""
         info = member.info
+        before = self.records.get(info.worker_id)
+        draining = before is not None and before.draining and not (member.drained and not connected)
+        rate_bytes = before.drain_rate_bytes if before is not None and draining else 0
         await self._write_worker(
-            WorkerRecord(info.worker_id, info.incarnation, info.host_id, info.address, extra.http, self._ordinal, connected)
-        )
+            WorkerRecord(info.worker_id, info.incarnation, info.host_id, info.address, extra.http, self._ordinal, connected,
+                         draining, rate_bytes)
+        )  # fmt: skip
 
     async def remember_away(self, worker_id: WorkerId) -> None:
         """The worker is away; it may have blocks of every namespace that there is by now."""
@@ -216,6 +223,47 @@ class MasterState:
         """It cannot have blocks any more."""
         if self.records.pop(worker_id, None) is not None:
             await self.store.delete_worker(worker_id)
+
+    # --- drains ---------------------------------------------------------------------------------------------------------
+
+    def drain_task(self, worker_id: WorkerId) -> pb.DrainTask:
+        """What an operator wants of this worker."""
+        record = self.records.get(worker_id)
+        if record is None or not record.draining:
+            return pb.DrainTask()
+        return pb.DrainTask(active=True, rate_bytes=record.drain_rate_bytes)
+
+    async def set_drain(self, member: Member, *, draining: bool, rate_bytes: int) -> pb.DrainTask:
+        """Writes the operator's wish down; what the worker must be told. A later word replaces an earlier one."""
+        worker_id = member.info.worker_id
+        record = self.records.get(worker_id)
+        if record is None:
+            raise KVPoolError(f"worker {worker_id!r} is just coming or going; try again")
+        await self._write_worker(replace(record, draining=draining, drain_rate_bytes=rate_bytes if draining else 0))
+        extra = self.extras.get(worker_id)
+        if extra is not None:
+            extra.drain = None
+        self.settle(self.members.drain(worker_id, draining=draining))
+        log.info("event=drain worker=%s draining=%s rate_bytes=%d", worker_id, draining, rate_bytes)
+        return self.drain_task(worker_id)
+
+    def note_drain(self, member: Member, extra: Extra, said: pb.DrainStatus | None) -> None:
+        """What a heartbeat says of a drain. It may be older than the operator's last word."""
+        worker_id = member.info.worker_id
+        wanted = self.drain_task(worker_id).active
+        if said is None and wanted:
+            return
+        if said is not None and not said.leaving and not wanted:
+            said = None
+        extra.drain = said
+        done = said is not None and said.phase == Phase.DONE
+        self.settle(self.members.drain(worker_id, draining=said is not None, drained=done))
+
+    async def forget(self, worker_id: WorkerId) -> None:
+        """The worker is away for good: no removal waits for it. Should it come back all the same, it is told what it missed."""
+        self.settle(self.members.leave(worker_id))
+        await self.forget_worker(worker_id)
+        log.info("event=worker_forgotten worker=%s reason=operator", worker_id)
 
     def settle(self, change: Change) -> None:
         """Does what a step of the members calls for: events, entries taken out."""
@@ -255,9 +303,10 @@ class MasterState:
                 host_id=info.host_id,
                 address=info.address,
                 unix_name=info.unix_name,
-                state=int(member.state),
+                state=int(member.told_state),
                 free_bytes=member.free_bytes,
                 capacity_bytes=member.capacity_bytes,
+                up_ms=member.up_ms(self.now_ms()),
             )
             for holder in member.holders
         ]
@@ -276,9 +325,13 @@ class MasterState:
         statuses = []
         for member in self.members:
             extra = self.extras.get(member.info.worker_id) or Extra()
+            drain = extra.drain
+            if drain is None and member.draining:
+                drain = pb.DrainStatus(rate_bytes=self.drain_task(member.info.worker_id).rate_bytes)
             statuses.append(
                 pb.WorkerStatus(
-                    info=self._infos(member)[0], tiers=extra.tiers, http=extra.http, pid=extra.pid, version=extra.version
+                    info=self._infos(member)[0], tiers=extra.tiers, http=extra.http, pid=extra.pid, version=extra.version,
+                    drain=drain,
                 )
             )
         for record in self.records.values():
@@ -290,7 +343,8 @@ class MasterState:
                     address=record.address,
                     state=DOWN,
                 )
-                statuses.append(pb.WorkerStatus(info=info, http=record.http))
+                drain = pb.DrainStatus(rate_bytes=record.drain_rate_bytes) if record.draining else None
+                statuses.append(pb.WorkerStatus(info=info, http=record.http, drain=drain))
         return statuses
 
     # --- the index ------------------------------------------------------------------------------------------------------

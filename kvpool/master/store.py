@@ -27,7 +27,7 @@ class NamespaceRecord:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker that may have blocks. `connected`: it was when this was written."""
+    """A worker that may have blocks. `connected`: it was when this was written. `draining`: an operator wants it empty."""
 
     worker_id: WorkerId
     incarnation: int
@@ -36,6 +36,8 @@ class WorkerRecord:
     http: str
     seen_ordinal: int
     connected: bool
+    draining: bool = False
+    drain_rate_bytes: int = 0  # a second, 0: no limit
 
 
 class Store(Protocol):
@@ -127,7 +129,9 @@ def worker_to_bytes(record: WorkerRecord) -> bytes:
 
 
 def worker_from_bytes(raw: bytes) -> WorkerRecord:
-    return WorkerRecord(**json.loads(raw))
+    """Fields of a newer release are left out: while a pool is upgraded both write."""
+    fields = json.loads(raw)
+    return WorkerRecord(**{name: value for name, value in fields.items() if name in WorkerRecord.__slots__})
 
 
 def with_removal_seq(record: NamespaceRecord, seq: int) -> NamespaceRecord:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+import kvpool
 from kvpool.core.session import SESSION_PROTOCOL, pack_state
 from kvpool.core.types import MissCause, Tiers
 from kvpool.transport.rpc import open_channel
@@ -93,7 +94,7 @@ class ScriptedWorker:
         removals = [pb.AppliedRemovals(namespace=uid, removal_seq=seq) for uid, seq in self.applied.items()]
         values: dict[str, Any] = {
             "protocol": SESSION_PROTOCOL,
-            "version": "test",
+            "version": kvpool.__version__,
             "info": info,
             "last_epoch": self.epoch,
             "next_seq": self.next_seq,
