@@ -371,8 +371,8 @@ class BlockTable(Holding):
         return bytes(had)
 
     def remove_all(self, uid: NamespaceUid) -> int:
-        """Every block of the namespace, and the puts under way. -> how many blocks were here. O(blocks), some 4 us each: where the
-        lock must not be held that long, block the namespace and `remove` its keys in parts first."""
+        """Every block of the namespace, and the puts under way. -> how many blocks were here. O(blocks), some 5 us each: where
+        the lock must not be held that long, block the namespace and `remove` its keys in parts first."""
         space = self.spaces.get(uid)
         if space is None:
             return 0
