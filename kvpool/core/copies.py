@@ -79,6 +79,7 @@ class Copies:
             evict=self._evict_dram,
             park=self._park_dram,
             slot_of=_dram_slot,
+            survives=self._survives_in_ssd,
         )
         self._ssd_policy: EvictionPolicy | None = None
         self._ssd_room: Room | None = None
@@ -91,6 +92,7 @@ class Copies:
                 evict=self._evict_ssd,
                 park=self._park_ssd,
                 slot_of=_ssd_slot,
+                survives=_survives_in_dram,
             )
 
     # --- what the rooms ask ---------------------------------------------------------------------------------------------
@@ -107,6 +109,10 @@ class Copies:
         assert isinstance(entry, SsdCopy)
         block = entry.block
         return Leave.BUSY if block.pins or block.held_ssd or block.ssd_copy is not entry or not block.live else Leave.YES
+
+    def _survives_in_ssd(self, entry: Entry) -> bool:
+        assert isinstance(entry, Block)
+        return entry.ssd is not None or (entry.dirty and not entry.refused and self.ssd_writable)
 
     def _park_dram(self, entry: Entry) -> None:
         assert isinstance(entry, Block)
@@ -313,3 +319,8 @@ def _dram_slot(entry: Entry) -> Slot:
 def _ssd_slot(entry: Entry) -> Slot:
     assert isinstance(entry, SsdCopy) and entry.block.ssd is not None
     return entry.block.ssd
+
+
+def _survives_in_dram(entry: Entry) -> bool:
+    assert isinstance(entry, SsdCopy)
+    return entry.block.dram is not None

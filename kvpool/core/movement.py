@@ -70,8 +70,9 @@ class Movement(Copies):
         return found
 
     def ssd_reserve(self, block: Block) -> Slot | None:
-        """A slot for a block of `clean_candidates`, evicting from the SSD tier. Drain the actions before writing to it: it may
-        have to be erased first, its file to be made. None: no room, or the block is gone (`ssd_done(block, None,
+        """A slot for a block of `clean_candidates`, evicting from the SSD tier (never the last copies of its own chain: one that
+        is longer than both tiers keeps its head). Drain the actions before writing to it: it may have to be erased first, its
+        file to be made. None: no room, or the block is gone (`ssd_done(block, None,
         ok=False)`)."""
         assert block.demoting, "not a block of clean_candidates"
         if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
@@ -83,7 +84,7 @@ class Movement(Copies):
         owners = [SsdCopy(group, block)]
         slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
         while not slots:
-            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=-1)
+            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=self._dram_policy.tick_of(block))
             if not evicted or self.ssd.no_place:
                 return None
             slots = self.ssd.allocate(uid, block.size, 1, owners=owners)

@@ -39,18 +39,21 @@ class Room:
     def __init__(
         self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry], Leave],
         evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot],
+        survives: Callable[[Entry], bool],
     ) -> None:  # fmt: skip
+        """`survives`: whether the block would still be there when the entry leaves this tier (perhaps after a write)."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._park, self._slot_of = may_leave, evict, park, slot_of
+        self._survives = survives
         self._turn = 0
         self._emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
     def make(self, group: Group, need: int, *, now: int, spare_tick: int) -> tuple[int, list[Entry]]:
         """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
 
-        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone. Evicted may
-        be more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was
-        evicted."""
+        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone where that
+        would lose them. Evicted may be more than needed (an extent is emptied whole) or too little: ask the allocator, then
+        again while something was evicted."""
         donor = self._older_donor(group, now)
         looks = [EXTENTS_MAX]
         dirty: list[Entry] = []
@@ -77,7 +80,7 @@ class Room:
             entry = policy.victim(group)
             if entry is None:
                 break
-            if policy.tick_of(entry) == spare_tick:
+            if policy.tick_of(entry) == spare_tick and not self._survives(entry):
                 policy.park(entry)
                 own.append(entry)
                 continue
@@ -139,7 +142,7 @@ class Room:
             unclean = []
             for owner in owners:
                 leave = self._may_leave(owner)
-                if leave is Leave.BUSY or self._policy.tick_of(owner) == spare_tick:
+                if leave is Leave.BUSY or (self._policy.tick_of(owner) == spare_tick and not self._survives(owner)):
                     break
                 if leave is Leave.DIRTY:
                     unclean.append(owner)

@@ -974,3 +974,43 @@ def test_snapshot_in_parts_shows_what_is_there() -> None:
         seen.update({(uid, keys[i * 34 : i * 34 + 34]): t for i, t in enumerate(tiers)})
     later = {(uid_of(2), key) for key in chain("later", 5).split()}
     assert seen == {name: tiers for name, tiers in rig.index.items() if name not in later}
+
+
+def test_a_chain_that_comes_in_parts_moves_its_own_earlier_parts_down() -> None:
+    rig = Rig(4, 20)
+    for start in range(0, 12, 3):
+        part = chain("c", start + 3, start)
+        for _ in range(8):
+            reserved = rig.reserve(part)
+            if not reserved.must_wait:
+                break
+            rig.table.abort([block for block in reserved.blocks if block is not None])
+            rig.write_down()
+        assert FULL not in reserved.codes, f"part from {start}: the SSD tier has room"
+        rig.fill(reserved)
+        rig.commit(reserved)
+        rig.apply()
+        rig.check()
+    assert rig.get(chain("c", 12)) == 12
+
+
+def test_a_chain_that_is_longer_than_both_tiers_keeps_its_head() -> None:
+    rig = Rig(4, 9)
+    for start in range(0, 24, 3):
+        part = chain("c", start + 3, start)
+        for _ in range(8):
+            reserved = rig.reserve(part)
+            if not reserved.must_wait:
+                break
+            rig.table.abort([block for block in reserved.blocks if block is not None])
+            rig.write_down()
+        rig.fill(reserved)
+        rig.commit(reserved)
+        rig.apply()
+        rig.check()
+        if FULL in reserved.codes:
+            break
+    else:
+        raise AssertionError("24 blocks in two tiers of 13")
+    assert rig.get(chain("c", 24)) == start + reserved.codes.index(FULL) >= 9
+    assert rig.table.counters["evicted"] == 0
