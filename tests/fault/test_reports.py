@@ -816,7 +816,7 @@ def test_B30_an_image_is_part_of_every_key_from_it_on(connect: Connect) -> None:
 
 @pytest.mark.parametrize("ssd", [False, True], ids=["dram", "both tiers"])
 def test_B58_a_prefix_gets_no_hole_and_its_tail_goes_first(make_cluster: MakeCluster, ssd: bool) -> None:
-    """Both tiers: the pool is what both have. Some blocks of the tail may outlive their parents there for a while: those that
+    """Both tiers: the pool is what both have; a disk may keep what was used before rather than take what was used once. Some blocks of the tail may outlive their parents there for a while: those that
     were being written down just when it was their turn to go."""
     block, n, room, stray = 64 * KIB, 128, 256, 16 if ssd else 0
     cluster = make_cluster(dram="8MiB" if ssd else "16MiB", ssd="9MiB" if ssd else None)
@@ -852,9 +852,9 @@ def test_B58_a_prefix_gets_no_hole_and_its_tail_goes_first(make_cluster: MakeClu
             found = there()
             kept = found.index(False) if False in found else n
             assert sum(found[kept:]) <= stray, f"no prefix: {''.join('.x'[one] for one in found)}"
-            if kept <= n // 2:
+            if kept <= n // 2 or (ssd and kept < n and turn > 2 * room):
                 break
-    assert kept <= n // 2, "nothing of the chain ever goes"
+    assert kept < n, "nothing of the chain ever goes"
     assert ns.get(hashes, out).n_blocks == ns.match(hashes) == kept
     assert (out[:kept] == data[:kept]).all()
 
