@@ -79,7 +79,8 @@ class Context:
     def learn(self, infos: Iterable[pb.HolderInfo]) -> dict[int, int]:
         """The master's holders as this client's peers: holder -> peer number."""
         learn = self.peers.learn
-        return {i.holder: learn(i, state=i.state, free_bytes=i.free_bytes, capacity_bytes=i.capacity_bytes).number for i in infos}
+        return {i.holder: learn(i, state=i.state, free_bytes=i.free_bytes, capacity_bytes=i.capacity_bytes, up_ms=i.up_ms).number
+                for i in infos}  # fmt: skip
 
     def places(self, reply: pb.LocateReply) -> list[Candidates]:
         """Who has each of the located keys, () for nobody. [n_keys]"""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.client.peers import STATE_DOWN, STATE_UP, Peers
+from kvpool.client.peers import STATE_DOWN, STATES_THERE, Peers
 from kvpool.core.catalog import Catalog, Replicas
 from kvpool.core.fetch import Candidates
 from kvpool.core.types import KEY_BYTES, Holder, Key, NamespaceUid, Tiers
@@ -229,10 +229,11 @@ class MirrorIndex:
         self._up.clear()
 
     def _learn(self, info: pb.HolderInfo) -> None:
-        peer = self._peers.learn(info, state=info.state, free_bytes=info.free_bytes, capacity_bytes=info.capacity_bytes)
+        peer = self._peers.learn(info, state=info.state, free_bytes=info.free_bytes, capacity_bytes=info.capacity_bytes,
+                                 up_ms=info.up_ms)  # fmt: skip
         if info.holder and info.holder not in self._own and info.state != STATE_DOWN:
             self._own[info.holder] = self._new_holder(peer.number)
-        if info.state == STATE_UP:
+        if info.state in STATES_THERE:
             self._up.add(info.worker_id)
             if not self._snapshotting:
                 self._retire_old_of(info.worker_id)

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, attempt_ms
-from kvpool.core.placement import Candidate
+from kvpool.core.placement import RAMP_MS, Candidate, share
 from kvpool.core.types import MissCause, WorkerId
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, WorkerAddress, WorkerLink
 from kvpool.transport.choose import link as make_link
 
 T = TypeVar("T")
 
-STATE_JOINING, STATE_UP, STATE_SUSPECT, STATE_DOWN = 0, 1, 2, 3  # as HolderInfo.state
+STATE_JOINING, STATE_UP, STATE_SUSPECT, STATE_DOWN, STATE_DRAINING, STATE_DRAINED = range(6)  # as HolderInfo.state
+STATES_THERE: Final = frozenset((STATE_UP, STATE_DRAINING, STATE_DRAINED))  # the index has what the worker has
 COUNTED_TIMEOUT_MS: Final = 100  # a caller that gave less than this cannot conclude that the worker is ill
 RETRY_MS: Final = (10, 20, 40, 80, 160)  # pauses before asking again what a worker cannot do yet
 PEERS_MAX: Final = 4096  # incarnations remembered; the longest gone are forgotten first
@@ -54,7 +55,7 @@ class Peer:
     """One incarnation of a worker. `address` parts may be read from any thread; the rest is guarded by `lock`."""
 
     __slots__ = ("address", "breaker", "capacity_bytes", "free_bytes", "host_id", "incarnation", "link", "local", "lock",
-                 "number", "state", "unix_name", "worker_id")  # fmt: skip
+                 "number", "state", "unix_name", "up_since_ms", "worker_id")  # fmt: skip
 
     def __init__(self, number: int, info: WorkerAddress, *, local: bool) -> None:
         self.number = number
@@ -63,6 +64,7 @@ class Peer:
         self.local = local
         self.state = STATE_UP
         self.free_bytes = self.capacity_bytes = 0
+        self.up_since_ms = 0.0
         self.breaker = Breaker()
         self.link: WorkerLink | None = None
         self.lock = threading.Lock()
@@ -82,8 +84,10 @@ class Peers:
 
     # --- who there is ---------------------------------------------------------------------------------------------------
 
-    def learn(self, info: WorkerAddress, *, state: int, free_bytes: int = 0, capacity_bytes: int = 0) -> Peer:
-        """What the master says of a worker. An incarnation that is new ends the worker's earlier ones."""
+    def learn(self, info: WorkerAddress, *, state: int, free_bytes: int = 0, capacity_bytes: int = 0,
+              up_ms: int = RAMP_MS) -> Peer:  # fmt: skip
+        """What the master says of a worker (`up_ms`: how long it has been up by now). An incarnation that is new ends the
+        worker's earlier ones."""
         name = (info.worker_id, info.incarnation)
         ended: Peer | None = None
         with self._lock:
@@ -98,6 +102,7 @@ class Peers:
             if self._newest.get(info.worker_id) is peer:
                 peer.state = state
             peer.free_bytes, peer.capacity_bytes = free_bytes, capacity_bytes
+            peer.up_since_ms = time.monotonic() * 1e3 - up_ms
         if ended is not None:
             self._end(ended)
         return peer
@@ -149,7 +154,8 @@ class Peers:
             for peer in self._newest.values():
                 if peer.state in (STATE_UP, STATE_JOINING) and peer.breaker.usable(now_ms):
                     name = WorkerId(peer.worker_id)
-                    found[name] = peer, Candidate(name, peer.host_id, peer.free_bytes, peer.capacity_bytes)
+                    part = share(now_ms - peer.up_since_ms)
+                    found[name] = peer, Candidate(name, peer.host_id, peer.free_bytes, peer.capacity_bytes, part)
         return found
 
     def cost(self, number: int) -> int | MissCause:

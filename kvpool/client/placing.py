@@ -43,5 +43,6 @@ def _ask(context: Context, spec: NamespaceSpec, *, key: Key, above: Key | None, 
     if reply is None:
         return []
     learn = context.peers.learn
-    learned = [learn(i, state=i.state, free_bytes=i.free_bytes, capacity_bytes=i.capacity_bytes).number for i in reply.workers]
+    learned = [learn(i, state=i.state, free_bytes=i.free_bytes, capacity_bytes=i.capacity_bytes, up_ms=i.up_ms).number
+               for i in reply.workers]  # fmt: skip
     return [number for number in learned if isinstance(context.peers.cost(number), int)]

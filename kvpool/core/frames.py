@@ -77,6 +77,7 @@ class Flag(IntFlag):
     NO_REPLY = 16  # RELEASE: fire and forget
     VIEW = 32  # HOLD: lives as long as its connection renews it
     FIRST_MISS = 64  # READ, HOLD: stop at the first miss; what follows is LATER
+    FENCED = 128  # RESERVE: a worker moves blocks; `sums` is one number, see `WriteRequest`
     ANSWER = 1 << 15  # set in every answer
 
 
@@ -272,7 +273,10 @@ class HoldsRequest:
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
     """Meta of WRITE and RESERVE. `sizes`: u64 [n] bytes of each block. `sums`: u64, the chunk sums of all blocks one after
-    the other (WRITE over a socket), or empty (ring: the worker makes them; RESERVE). Payload: the blocks back to back."""
+    the other (WRITE over a socket), or empty (ring: the worker makes them; RESERVE). Payload: the blocks back to back.
+
+    RESERVE with FENCED has the removals of the namespace that its sender had applied when it took the blocks as its one sum: a
+    worker that has begun a later removal answers NOT_READY, or the move could bring back what that one removed."""
 
     batch: KeyBatch
     sizes: U64

@@ -60,9 +60,7 @@ class Holding(Movement):
         if above is None:
             self._tick += 1
             return self._tick
-        tick = self._dram_policy.tick_of(above)
-        if above.ssd_copy is not None and self._ssd_policy is not None:
-            tick = max(tick, self._ssd_policy.tick_of(above.ssd_copy))
+        tick = self.used_at(above)
         if self._is_recent(tick, above.group):
             return tick
         self._tick += 1
@@ -77,6 +75,13 @@ class Holding(Movement):
         chain.reverse()
         self._touch(chain, self._tick, above.depth)
         return self._tick
+
+    def used_at(self, block: Block) -> int:
+        """The tick of the last batch that used it: the greater the later; 0 for one that is in no tier."""
+        tick = self._dram_policy.tick_of(block)
+        if block.ssd_copy is not None and self._ssd_policy is not None:
+            tick = max(tick, self._ssd_policy.tick_of(block.ssd_copy))
+        return tick
 
     def _is_recent(self, tick: int, group: Group) -> bool:
         """Whether blocks used at this tick are still far from eviction from DRAM."""

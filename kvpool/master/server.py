@@ -24,8 +24,10 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+import kvpool
 from kvpool.config import MasterSettings
-from kvpool.errors import ConfigError, KVPoolError, Unauthenticated
+from kvpool.core import version
+from kvpool.errors import ConfigError, KVPoolError, Unauthenticated, VersionMismatch
 from kvpool.master.http import HttpServer, application
 from kvpool.master.lmdb_store import LmdbStore
 from kvpool.master.service import MasterService
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S: Final = 2.0  # for calls that are under way; streams are told to end at once
 STOP_MAX_S: Final = 8.0  # then the process ends whatever is left
 TOKEN_BYTES_MAX: Final = 4096
+AGENTS_MAX: Final = 256  # user agents remembered
 _OPEN_TO_ALL: Final = "/grpc.health.v1.Health/"
 
 
@@ -141,7 +144,8 @@ class Master:
         await state.load()
         sessions = self._sessions = Sessions(state)
         self._http_socket = _bind(s.http_host, s.http_port, "http_port")
-        self._server = grpc.aio.server(interceptors=[_Bearer(self._token)] if self._token else [], options=SERVER_OPTIONS)
+        guards = [_Release(), *([_Bearer(self._token)] if self._token else [])]
+        self._server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
         await _register(self._server, MasterService(state, sessions))
         port = _add_port(self._server, s.host, s.port)
         self.address = state.leader = _join(s.advertise or _reachable(s.host), port)
@@ -269,12 +273,45 @@ class _Bearer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         given = next((value for key, value in details.invocation_metadata or () if key == AUTHORIZATION), "")
         raw = given if isinstance(given, bytes) else given.encode()
-        return handler if hmac.compare_digest(raw, self._wanted) else _refusal(handler)
+        if hmac.compare_digest(raw, self._wanted):
+            return handler
+        return _refusal(handler, Unauthenticated("token: none was given, or not the one of this pool"))
 
 
-def _refusal(handler: Any) -> Any:
+class _Release(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls of kvpool releases that are too far from this one. Workers say theirs in their hello; who names no kvpool in
+    its user agent (grpcurl, a health check) is let through."""
+
+    def __init__(self) -> None:
+        self._judged: dict[str, VersionMismatch | None] = {}  # by user agent: a handful in practice
+
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
+        handler = await continuation(details)
+        agent = next((value for key, value in details.invocation_metadata or () if key == "user-agent"), "")
+        if handler is None or not isinstance(agent, str) or details.method.startswith(_OPEN_TO_ALL):
+            return handler
+        if agent not in self._judged:
+            if len(self._judged) >= AGENTS_MAX:
+                self._judged.clear()
+            self._judged[agent] = _judge(agent)
+        error = self._judged[agent]
+        return handler if error is None else _refusal(handler, error)
+
+
+def _judge(agent: str) -> VersionMismatch | None:
+    release = version.of_user_agent(agent)
+    if release is None:
+        return None
+    try:
+        version.check(release, peer_name="caller", own=kvpool.__version__, own_name="master")
+    except VersionMismatch as error:
+        return error
+    return None
+
+
+def _refusal(handler: Any, error: KVPoolError) -> Any:
     """A handler of the same shape that refuses."""
-    status, message, metadata = status_of(Unauthenticated("token: none was given, or not the one of this pool"))
+    status, message, metadata = status_of(error)
 
     async def refuse(_: Any, context: Any) -> None:
         await context.abort(status, message, metadata)

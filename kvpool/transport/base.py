@@ -242,7 +242,10 @@ class WorkerLink(Protocol):
         """shm only (else InvalidArgument). Ask `renew` before trusting a view at its end: 0 means that it was lost."""
         ...
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float) -> ReservationHandle: ...
+    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float,
+                fence: int | None = None) -> ReservationHandle:  # fmt: skip
+        """`fence`: the blocks are as of this removal of the namespace; a worker that is further raises NOT_READY."""
+        ...
 
     def fill(self, reservation: ReservationHandle, ranges: Sequence[Range], *, deadline: float) -> None:
         """Parts of RESERVED blocks; of other blocks: InvalidArgument. A LinkError ends the reservation."""

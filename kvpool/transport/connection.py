@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import kvpool
 from kvpool.core.frames import (
     HEADER_BYTES,
     MAGIC,
@@ -33,6 +34,7 @@ from kvpool.core.frames import (
     Status,
     decode_header,
 )
+from kvpool.core.version import check as check_release
 from kvpool.errors import InvalidArgument, Unauthenticated, VersionMismatch
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions
 
@@ -369,7 +371,8 @@ def _connect(family: int, kind: int, proto: int, target: Any, *, peer: str, dead
 
 def greet(connection: Connection, options: LinkOptions, *, deadline: float) -> Connection:
     """HELLO. Closes the connection when it is not accepted."""
-    hello = {"token": options.token, "client": options.client, "host_id": options.host_id, "versions": list(VERSIONS)}
+    hello = {"token": options.token, "client": options.client, "host_id": options.host_id, "versions": list(VERSIONS),
+             "release": kvpool.__version__}  # fmt: skip
     meta = json.dumps(hello).encode()
     try:
         if len(meta) > MAX_HELLO_BYTES:
@@ -384,6 +387,9 @@ def greet(connection: Connection, options: LinkOptions, *, deadline: float) -> C
             raise VersionMismatch(
                 f"worker at {connection.peer} chose frame version {greeting['version']}; this side speaks {_versions()}"
             )
+        if "release" in greeting:
+            peer_name = f"worker at {connection.peer}"
+            check_release(str(greeting["release"]), peer_name=peer_name, own=kvpool.__version__, own_name="side")
     except BaseException:
         connection.close()
         raise

@@ -168,7 +168,7 @@ class SocketLink:
 
     # --- reservations ---------------------------------------------------------------------------------------------------------
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float) -> Reservation:
+    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float, fence: int | None = None) -> Reservation:
         if len(batch) != len(sizes):
             raise InvalidArgument(f"sizes: {len(sizes)} for {len(batch)} keys")
         if len(batch) > MAX_BATCH_KEYS:
@@ -176,8 +176,10 @@ class SocketLink:
         self._check_use()
         connection = self._pool.take(deadline, with_ring=self.transport == "shm")
         try:
-            answer = self._codes(connection, Op.RESERVE, WriteRequest(batch, np.asarray(sizes, dtype=np.uint64)).encode(),
-                                 n=len(batch), deadline=deadline)  # fmt: skip
+            fences = np.array([] if fence is None else [fence], dtype=np.uint64)
+            meta = WriteRequest(batch, np.asarray(sizes, dtype=np.uint64), fences).encode()
+            answer = self._codes(connection, Op.RESERVE, meta, n=len(batch), deadline=deadline,
+                                 flags=Flag.NONE if fence is None else Flag.FENCED)  # fmt: skip
         except BaseException:
             self._count(errors=1)
             self._pool.give(connection)

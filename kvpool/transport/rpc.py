@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
+import kvpool
 from kvpool.errors import BY_CODE, ERROR_CODE_KEY, GRPC_STATUS, DeadlineExceeded, KVPoolError, MasterUnavailable
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ _COMMON: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 )
-CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     *_COMMON,
+    ("grpc.primary_user_agent", f"kvpool/{kvpool.__version__}"),  # every call says its release, at no cost
     ("grpc.enable_http_proxy", 0),  # the pool's own channels never go through a proxy of the environment
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),

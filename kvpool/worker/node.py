@@ -75,6 +75,7 @@ class Node:
         self._specs: dict[NamespaceUid, NamespaceSpec] = {}
         self._blocked: set[NamespaceUid] = set()
         self._applied: dict[NamespaceUid, int] = {}
+        self._begun: dict[NamespaceUid, int] = {}  # removals that are applied or being applied; under the lock
         self._waiting_for_room: dict[Hashable, Callable[[], None]] = {}
         self._io_pool = ThreadPoolExecutor(io_threads, thread_name_prefix="kvpool-io")
         self._copy_pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvpool-copy")
@@ -202,6 +203,14 @@ class Node:
         """Of each namespace, the removals that are applied for good."""
         return list(self._applied.items())
 
+    def removals_applied(self, uid: NamespaceUid) -> int:
+        """No block that one of this many removals took out is here. Under the lock."""
+        return self._applied.get(uid, 0)
+
+    def removals_begun(self, uid: NamespaceUid) -> int:
+        """At most this many removals have taken out anything here. Under the lock."""
+        return max(self._begun.get(uid, 0), self._applied.get(uid, 0))
+
     def open_namespace(self, spec: NamespaceSpec, *, applied_seq: int, blocked: bool) -> None:
         """Makes its arena and takes it into the table. Raises TierError (no memory, no descriptors)."""
         self.dram.open_arena(spec.uid)
@@ -222,9 +231,9 @@ class Node:
         if known is None:  # nothing of it can be here: nothing to wait for
             self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=False)
         for keys in (None,) if drop_all else ():
-            self._remove_for_good(uid, keys)
+            self._remove_for_good(uid, keys, removal_seq=spec.removal_seq)
         for keys in missed:
-            self._remove_for_good(uid, keys)
+            self._remove_for_good(uid, keys, removal_seq=spec.removal_seq)
         noted = self.state.applied_seq(uid)
         if noted is None or known is None or replace(known, removal_seq=0) != replace(spec, removal_seq=0):
             self.state.put_namespace(spec)
@@ -239,7 +248,7 @@ class Node:
         """Removes these keys (None: all) for good. -> (1 had it, per key; blocks removed). Raises TierError: not for good."""
         if uid not in self._specs:
             return bytes(len(KeyBatch(uid, keys or b"", chained=False))), 0
-        codes, n_removed = self._remove_for_good(uid, keys)
+        codes, n_removed = self._remove_for_good(uid, keys, removal_seq=removal_seq)
         applied = self._applied.get(uid, 0)
         if removal_seq == applied + 1:  # one that follows a removal that failed is not noted: the master tells us again
             self.state.set_applied_seq(uid, removal_seq)
@@ -254,6 +263,7 @@ class Node:
                 return
             self._blocked.discard(uid)
             self._applied.pop(uid, None)
+            self._begun.pop(uid, None)
             self.table.close_namespace(uid)
             self._room_freed()
             self.after_decision()
@@ -267,11 +277,12 @@ class Node:
             self.after_decision()
         return had
 
-    def _remove_for_good(self, uid: NamespaceUid, keys: bytes | None) -> tuple[bytes, int]:
+    def _remove_for_good(self, uid: NamespaceUid, keys: bytes | None, *, removal_seq: int) -> tuple[bytes, int]:
         """Invisible at once; returns when their SSD records are zeroed on the device. Slots that are read or held stay until the
         last reader goes, but not their records: a worker that is killed now must not find them at its next start."""
         codes, n_removed = b"", 0
         with self.lock:
+            self._begun[uid] = max(removal_seq, self._begun.get(uid, 0))
             space = self.table.spaces[uid]
             if keys is None:
                 named = list(space.blocks.values())

@@ -2,8 +2,9 @@
 
 Every answer repeats op and request id. A status other than OK has a reason as meta. What each op answers:
 
-    HELLO    JSON {"token", "client", "host_id", "versions"} -> JSON {"worker", "incarnation", "host_id", "version", "unix",
-             "transports", "limits"}; UNAUTHENTICATED, VERSION (names both) and BUSY (connection limit) close afterwards
+    HELLO    JSON {"token", "client", "host_id", "versions", "release"} -> JSON {"worker", "incarnation", "host_id", "version",
+             "release", "unix", "transports", "limits"}; UNAUTHENTICATED, VERSION (names both) and BUSY (connection limit) close
+             afterwards
     PING     empty
     HOLD     CodesAnswer: HIT_SHARED, a miss or LATER per key; `number` the hold (0: none), `count` leading blocks held. With VIEW
              blocks on SSD are brought to DRAM first, and it ends with the connection; without it lives by its time. The time is
@@ -31,6 +32,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+import kvpool
 from kvpool.core.frames import (
     MAX_META_BYTES,
     VERSIONS,
@@ -46,6 +48,7 @@ from kvpool.core.frames import (
     Status,
 )
 from kvpool.core.types import MAX_BATCH_KEYS
+from kvpool.core.version import work_together
 from kvpool.errors import NamespaceNotFound
 from kvpool.transport.host import host_id
 from kvpool.worker import placing, read_path, reserve_path, write_path
@@ -88,9 +91,9 @@ def give_back(plane: DataPlane, connection: Connection) -> None:
 def _hello(plane: DataPlane, connection: Connection, request: Request) -> None:
     try:
         said = json.loads(bytes(request.meta))
-        token, versions = said.get("token", ""), said.get("versions", [])
-        if not isinstance(token, str) or not all(isinstance(v, int) for v in versions):
-            raise ValueError("token or versions have a wrong type")
+        token, versions, release = said.get("token", ""), said.get("versions", []), said.get("release", kvpool.__version__)
+        if not isinstance(token, str) or not isinstance(release, str) or not all(isinstance(v, int) for v in versions):
+            raise ValueError("token, release or versions have a wrong type")
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise FrameError(f"HELLO: {error}") from error
     common = set(VERSIONS) & set(versions)
@@ -103,6 +106,10 @@ def _hello(plane: DataPlane, connection: Connection, request: Request) -> None:
         connection.loop.count("version_refused")
         reason = f"no common frame version: the client speaks {versions[:8]}, this worker {list(VERSIONS)}"
         _turn_away(connection, request, Status.VERSION, reason)
+    elif not work_together(release, kvpool.__version__):
+        connection.loop.count("version_refused")
+        reason = f"the client is kvpool {release[:64]!r}, this worker kvpool {kvpool.__version__}: too far apart"
+        _turn_away(connection, request, Status.VERSION, reason)
     else:
         connection.greeted = True
         plane.connection_greeted(connection)
@@ -111,6 +118,7 @@ def _hello(plane: DataPlane, connection: Connection, request: Request) -> None:
             "incarnation": plane.node.incarnation,
             "host_id": host_id(),
             "version": max(common),
+            "release": kvpool.__version__,
             "unix": plane.unix_name,
             "transports": ["tcp", "shm"],
             "limits": {

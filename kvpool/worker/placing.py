@@ -149,6 +149,10 @@ def _closed(connection: Connection) -> bool:
     return connection.loop.connections.get(connection.fd) is not connection
 
 
+class StaleMove(Exception):
+    """Blocks of another worker that may have been removed since it took them."""
+
+
 class Reserving:
     """Gets slots for a put, waiting parked while the tier makes room; then `then(slots)`."""
 
@@ -163,6 +167,7 @@ class Reserving:
         self.spec = spec
         self.sizes: list[int] = message.sizes.tolist()
         self.then: Callable[[Slots], None] | None = then
+        self._fence = int(message.sums[0]) if request.header.flags & Flag.FENCED else None
         now = connection.loop.now()
         self._until = now + (request.deadline - now) * PARK_SHARE
         self._timer: Timer | None = None
@@ -183,6 +188,8 @@ class Reserving:
         node, loop = self.node, self.connection.loop
         last = last or loop.now() >= self._until
         with node.lock:
+            if self._fence is not None and node.removals_begun(self.spec.uid) > self._fence:
+                raise StaleMove("removals have been applied here that the sender of these blocks had not")
             reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms())
             slots: Slots | None
             if reserved.must_wait and not last:
@@ -213,9 +220,10 @@ class Reserving:
     def _retry(self, *, last: bool) -> None:
         try:
             self._try(last=last)
-        except NamespaceNotFound as error:
+        except (NamespaceNotFound, StaleMove) as error:
             self.on_close()
-            self.connection.refuse(self.request, Status.UNKNOWN_NAMESPACE, str(error))
+            status = Status.NOT_READY if isinstance(error, StaleMove) else Status.UNKNOWN_NAMESPACE
+            self.connection.refuse(self.request, status, str(error))
 
 
 def answer_codes(plane: DataPlane, connection: Connection, request: Request, slots: Slots, mark: int) -> None:

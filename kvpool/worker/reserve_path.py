@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvpool.core.frames import CodesAnswer, FillRequest, Flag, FrameError, NumberRequest, Status, WriteRequest
-from kvpool.worker.placing import INLINE_BYTES, Reserving, Slots, answer_codes, commit, give_back
+from kvpool.worker.placing import INLINE_BYTES, Reserving, Slots, StaleMove, answer_codes, commit, give_back
 
 if TYPE_CHECKING:
     from kvpool.core.namespaces import NamespaceSpec
@@ -224,11 +224,16 @@ def spans(indexes: Sequence[int]) -> list[tuple[int, int]]:
 def reserve_op(plane: DataPlane, connection: Connection, request: Request) -> None:
     """RESERVE."""
     message = WriteRequest.decode(request.meta)
+    if request.header.flags & Flag.FENCED and len(message.sums) != 1:
+        raise FrameError("a fenced RESERVE without its one number")
     spec = plane.node.served(message.batch.namespace)
     if isinstance(spec, tuple):
         connection.refuse(request, *spec)
         return
-    reserve(plane, connection, request, spec, message)
+    try:
+        reserve(plane, connection, request, spec, message)
+    except StaleMove as error:
+        connection.refuse(request, Status.NOT_READY, str(error))
 
 
 def fill(plane: DataPlane, connection: Connection, request: Request) -> None:

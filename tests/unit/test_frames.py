@@ -62,7 +62,7 @@ def test_a_deadline_that_has_passed_or_is_endless_is_clamped() -> None:
         ({"magic": b"KVP2"}, "magic"), ({"magic": b"GET "}, "magic"), ({"version": 0}, "version 0"),
         ({"version": 2}, "version 2; this side speaks 1"),
         ({"op": 0}, "op 0"), ({"op": max(Op) + 1}, "op"), ({"op": 255}, "op 255"), ({"status": max(Status) + 1}, "status"),
-        ({"status": 0xFFFF}, "status"), ({"reserved": 1}, "reserved"), ({"pad": 1}, "reserved"), ({"flags": 1 << 7}, "flag"),
+        ({"status": 0xFFFF}, "status"), ({"reserved": 1}, "reserved"), ({"pad": 1}, "reserved"), ({"flags": 1 << 8}, "flag"),
         ({"flags": 1 << 14}, "flag"), ({"flags": 0xFFFF}, "flag"),
         ({"meta": frames.MAX_META_BYTES + 1}, "meta of"), ({"meta": U32_MAX}, "meta of"),
         ({"payload": frames.MAX_PAYLOAD_BYTES + 1}, "payload of"), ({"payload": U64_MAX}, "payload of"),
