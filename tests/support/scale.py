@@ -1,4 +1,4 @@
-"""Scaled or whole: `make test` runs every test at a size for two busy cores, `make reports` (KVPOOL_TEST_FULL=1) at its full size."""
+"""Scaled or whole: `make test` runs tests at a size for two busy cores, `make reports` (KVPOOL_TEST_FULL=1) at full size."""
 
 from __future__ import annotations
 
