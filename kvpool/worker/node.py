@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvpool.core.frames import Status
-from kvpool.core.keys import KeyBatch, split_keys
+from kvpool.core.keys import KeyBatch
 from kvpool.core.session import Reporter
 from kvpool.core.types import Incarnation, MissCause, NamespaceUid
 from kvpool.v1 import master_pb2 as pb
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvpool.core.blocks import Block, BlockTable
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.mover import Mover
+    from kvpool.worker.scrub import Scrubber
     from kvpool.worker.state import WorkerState
     from kvpool.worker.tiers.dram import DramTier
     from kvpool.worker.tiers.ssd import SsdTier
@@ -71,6 +72,7 @@ class Node:
         self.loading: dict[Block, threading.Event] = {}  # SSD reads under way, under the lock
         self.io_threads = io_threads
         self.mover: Mover | None = None
+        self.scrubber: Scrubber | None = None
         self.read_troubles: Counter[tuple[NamespaceUid, str]] = Counter()
         self._specs: dict[NamespaceUid, NamespaceSpec] = {}
         self._blocked: set[NamespaceUid] = set()
@@ -283,15 +285,10 @@ class Node:
         codes, n_removed = b"", 0
         with self.lock:
             self._begun[uid] = max(removal_seq, self._begun.get(uid, 0))
-            space = self.table.spaces[uid]
-            if keys is None:
-                named = list(space.blocks.values())
-            else:
-                named = [block for key in split_keys(keys) if (block := space.blocks.get(key)) is not None]
-            kept = [block for block in named if block.ssd is not None or block.demoting]
+            kept = self.table.with_records(uid, keys)  # dropped ones that are still read or held too
             for block in kept:
                 block.pins += 1  # so that nobody gets the slot before its record is zeroed
-            slots = [block.ssd for block in kept if block.ssd is not None]
+            slots = [slot for block in kept for slot in block.ssd_slots]
             if keys is None:
                 n_removed = self.table.remove_all(uid)
             else:
@@ -300,13 +297,14 @@ class Node:
             self._room_freed()
             self.after_decision()
         try:
-            if kept and self.ssd is not None and self.mover is not None:
+            if self.ssd is not None and self.mover is not None:  # also without `kept`: an evicted copy's erasure may still be due
                 deadline = time.monotonic() + SETTLE_S
                 while any(block.demoting for block in kept):  # its record is written last: let it come, then zero it
                     if time.monotonic() > deadline:
                         raise TierError(Trouble.STALLED, f"the disk did not end its writes within {SETTLE_S} s")
                     time.sleep(0.001)
-                self.ssd.erase(slots)
+                if slots:
+                    self.ssd.erase(slots)
                 if not self.mover.apply_actions():
                     raise TierError(Trouble.IO, "the disk does not zero the records of removed blocks")
                 self.ssd.sync()
@@ -344,12 +342,15 @@ class Node:
             },
             "counters": counters | held,
             "now": gauges,
+            "scrub": {} if self.scrubber is None else self.scrubber.facts(),
         }
 
     # --- start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._expirer.start()
+        if self.scrubber is not None:
+            self.scrubber.start()
 
     def close(self) -> bool:
         """After the data plane has stopped: ends threads, gives back memory and directories. Idempotent. False: a disk hangs, and
@@ -361,8 +362,9 @@ class Node:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
         stuck = bool(wait(list(self._jobs), timeout=CLOSE_S).not_done)
-        if self.mover is not None and not self.mover.stop(timeout_s=CLOSE_S):
-            stuck = True
+        for thread in (self.scrubber, self.mover):
+            if thread is not None and not thread.stop(timeout_s=CLOSE_S):
+                stuck = True
         if stuck:
             log.error("event=disk_hangs_at_stop")
             return False

@@ -688,6 +688,24 @@ def test_removed_for_good_also_from_disk_and_while_it_is_held(make_worker: Calla
     assert dict(worker.node.applied_seqs())[spec.uid] == 1
 
 
+def test_removed_for_good_also_what_was_dropped_before_and_is_still_held(
+    make_worker: Callable[..., WorkerNode], tmp_path: Path
+) -> None:
+    """C8: a drop hides a held block but leaves its record; a removal must not be confirmed over it."""
+    worker = make_worker(dram=32 * 16384, ssd=f"{tmp_path / 'ssd'}:64MiB")
+    spec = worker.fixed_namespace()
+    worker.node.catch_up(spec, drop_all=False, missed=[])
+    with worker.tcp() as client:
+        put(client, spec, "a", 4)
+        push_down(worker, client, spec, "a", 4)
+        assert hold(client, spec, "a", 4, flags=Flag.NONE).count == 4
+        assert worker.node.drop(chain(spec, "a", 4)) == b"\1" * 4
+        had, _ = worker.node.remove(spec.uid, chain(spec, "a", 4).keys, removal_seq=1)
+        assert had == bytes(4)
+    records = [bytes(a.meta.key) for extent in _scan_copy(tmp_path) for a in extent.blocks]
+    assert records and not set(records) & set(chain(spec, "a", 4).split())
+
+
 def _scan_copy(tmp_path: Path) -> Any:
     import shutil
 
