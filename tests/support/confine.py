@@ -1,4 +1,4 @@
-"""Roles in tight places: control groups that limit memory or a disk, private mounts, a clock that jumps. Most of it needs root."""
+"""Roles in tight places: control groups that limit memory or a disk, private mounts, a jumping clock. Most of it needs root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1", "/usr/lib/a
 
 
 def private_mounts(script: str) -> tuple[str, ...]:
-    """Prefix for a role: `script` (mounts) runs in a mount namespace of the role's own, then the role does. Skips without root."""
+    """Prefix for a role: `script` (mounts) runs in a mount namespace of its own, then the role does. Skips without root."""
     tried = subprocess.run(["unshare", "-m", "true"], capture_output=True, text=True, timeout=30, check=False)
     if tried.returncode:
         pytest.skip(f"no mount namespaces here: {tried.stderr.strip()}")
@@ -54,7 +54,7 @@ def control_group(controller: str) -> Iterator[Path]:
 
 
 def throttle(group: Path, directory: Path, *, read: int = 0, write: int = 0) -> None:
-    """Bytes a second that the group may move to and from the disk below `directory`; 0: no limit. Skips where that is not known."""
+    """Bytes a second that the group may move to and from the disk below `directory`; 0: no limit. Skips where unknown."""
     device = os.stat(directory).st_dev  # noqa: PTH116
     for name, limit in (("read", read), ("write", write)):
         try:
