@@ -16,10 +16,11 @@ from starlette.routing import Route
 from kvpool.core.membership import WorkerState
 from kvpool.master.session import Sessions
 from kvpool.master.state import MasterState
+from kvpool.obs.http import ImpatientProtocol
 from kvpool.obs.metrics import CONTENT_TYPE, Kind, Metric, counter, expose, gauge
 
 READ_TIMEOUT_S: Final = 2.0  # of the store, for /readyz
-CONNECTIONS_MAX: Final = 256
+CONNECTIONS_MAX: Final = 2048  # beyond, 503; slow senders, which are closed after some seconds, leave room for others
 KEEP_ALIVE_S: Final = 5
 
 
@@ -58,6 +59,7 @@ class HttpServer:
     def __init__(self, application: Starlette, bound: socket.socket) -> None:
         config = uvicorn.Config(
             application,
+            http=ImpatientProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
