@@ -1,6 +1,7 @@
 """Public bug reports of other stores as black-box tests: integrity, lifetime, hashes, protocol. Named by the reports' ids.
 
-Scaled in `make test`, at the reports' own numbers in `make reports`. Failures of machines, disks and networks: `test_reports_failures`.
+Scaled in `make test`, at the reports' own numbers in `make reports`. Failures of machines, disks and networks are in
+`test_reports_failures`.
 """
 
 from __future__ import annotations
@@ -1129,6 +1130,18 @@ def dial(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
+def closed_by_peer(sock: socket.socket, *, timeout_s: float = 10.0) -> bool:
+    sock.settimeout(timeout_s)
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 
@@ -1400,6 +1413,9 @@ def test_B84_slow_senders_on_every_port_starve_nobody(make_cluster: MakeCluster)
         for role in (worker, master):
             assert usage(role).rss < before[role.pid].rss + 500 * MIB
             assert usage(role).threads <= before[role.pid].threads + 8
+        for sock, sent in slow:
+            if sent not in (PREFACE, b""):  # (gRPC keeps quiet connections by its own pings)
+                assert closed_by_peer(sock), f"{sock.getpeername()}: still waits for the rest of {sent[:20]!r}"
         quiet.sort()
         loaded.sort()
         assert loaded[len(loaded) // 2] < 5 * quiet[len(quiet) // 2] + 0.05
