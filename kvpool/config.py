@@ -177,6 +177,7 @@ class WorkerSettings(_Served):
     idle_timeout_ms: TimeMs = Field(600_000, ge=100, le=24 * HOUR_MS, description="silence that closes a connection")
     body_timeout_ms: TimeMs = Field(30_000, ge=100, le=HOUR_MS, description="how long a begun frame may take")
     hold_ttl_ms_max: TimeMs = Field(600_000, ge=1, le=24 * HOUR_MS, description="longest hold")
+    scrub_bytes_per_s: Size = Field(64 * MIB, ge=0, le=64 * GIB, description="re-read and checked of all tiers; 0: nothing")
     staging_bytes: Size = Field(256 * MIB, ge=MIB, le=64 * GIB, description="buffers for SSD reads and writes")
     high_watermark: Number = Field(0.9, gt=0, le=1, description="fill of the DRAM tier that starts making room")
     low_watermark: Number = Field(0.75, ge=0, lt=1, description="fill down to which blocks are kept ready to go")

@@ -18,6 +18,7 @@ from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES
 from kvpool.worker.mover import Mover
 from kvpool.worker.node import Node, new_incarnation
+from kvpool.worker.scrub import Scrubber
 from kvpool.worker.state import WorkerState
 from kvpool.worker.tiers.base import TierError
 from kvpool.worker.tiers.dram import DramTier
@@ -72,6 +73,7 @@ def build_node(settings: WorkerSettings) -> Node:
         node.mover = Mover(table, lock=lock, dram=dram, ssd=ssd, on_room=node.room_made, now_ms=node.now_ms)
         node.mover.start()
         node.mover.kick()
+        node.scrubber = Scrubber(node, bytes_per_s=settings.scrub_bytes_per_s)
         undo.pop_all()
     return node
 

@@ -37,7 +37,7 @@ HEADER_BYTES_MAX: Final = 16 << 10
 
 def metrics_of(node: Node, plane: DataPlane, agent: Agent | None) -> list[Metric]:
     """All metrics of one worker, now. Any thread."""
-    return [*_tiers(node), *_blocks(node), *_plane(node, plane), *_session(node, agent)]
+    return [*_tiers(node), *_blocks(node), *_scrub(node), *_plane(node, plane), *_session(node, agent)]
 
 
 def _tiers(node: Node) -> Iterator[Metric]:
@@ -76,6 +76,21 @@ def _blocks(node: Node) -> Iterator[Metric]:
     text = "blocks that were here and could not be served"
     yield Metric("kvpool_read_troubles", Kind.COUNTER, text, ("namespace", "tier", "trouble"), by_trouble)
     yield gauge("kvpool_reports_pending", "changed blocks that the master has not been told of", pending)
+
+
+def _scrub(node: Node) -> Iterator[Metric]:
+    facts = {} if node.scrubber is None else node.scrubber.facts()
+    for name, kind, text, key in (
+        ("kvpool_scrubbed_blocks", Kind.COUNTER, "copies read again and checked", "blocks"),
+        ("kvpool_scrubbed_bytes", Kind.COUNTER, "bytes of them", "bytes"),
+        ("kvpool_scrub_corrupt", Kind.COUNTER, "copies that were not what was put, and were dropped", "corrupt"),
+        ("kvpool_scrub_skipped", Kind.COUNTER, "copies not read: no staging memory to spare", "skipped"),
+        ("kvpool_scrub_failed", Kind.COUNTER, "copies not read: the device failed", "failed"),
+        ("kvpool_scrub_passes", Kind.COUNTER, "times that all of the tier was read again", "passes"),
+        ("kvpool_scrub_last_pass_seconds", Kind.GAUGE, "how long the last of them took", "last_pass_s"),
+        ("kvpool_scrub_last_pass_timestamp_seconds", Kind.GAUGE, "when it ended (unix time), 0: never", "last_pass_ended"),
+    ):
+        yield Metric(name, kind, text, ("tier",), {(tier,): float(told[key] or 0) for tier, told in facts.items()})
 
 
 def _plane(node: Node, plane: DataPlane) -> Iterator[Metric]:
