@@ -71,6 +71,9 @@ class Agent:
         self._now_s = now_s
         self._chance = chance or random.Random()
         self.registered = False
+        self.master = ""  # address of the one whose session is up
+        self.on_drain: Callable[[pb.DrainTask], None] | None = None  # what the master wants; on the loop, must not wait
+        self.drain_status: Callable[[], pb.DrainStatus | None] = lambda: None
         self.first = asyncio.Event()
         self.last_error = ""
         self.counters = {"sessions": 0, "session_errors": 0, "inventories": 0, "removal_tasks": 0, "reports_sent": 0}
@@ -100,6 +103,11 @@ class Agent:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake.set)
+
+    def beat(self) -> None:
+        """A heartbeat that is not waited for: something changed that others should know."""
+        if self.registered:
+            self._say(pb.WorkerMessage(heartbeat=self._heartbeat()))
 
     # --- on the loop ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +183,8 @@ class Agent:
             tasks.put_nowait(lambda: self._apply_welcome(message.welcome))
             if message.welcome.inventory_wanted or next_seq == 0:
                 tasks.put_nowait(self._queue_inventory)
-            self.registered = True
+            self.registered, self.master = True, address
+            self._drain(message.welcome.drain)
             self.counters["sessions"] += 1
             self.last_error = ""
             log.info("event=session_up master=%s epoch=%d inventory=%s", address, self._epoch, message.welcome.inventory_wanted)
@@ -190,7 +199,7 @@ class Agent:
             for task in done:
                 task.result()
         finally:
-            self.registered = False
+            self.registered, self.master = False, ""
             node.listed.set_session(up=False)
             for task in group:
                 task.cancel()
@@ -236,6 +245,8 @@ class Agent:
                 with self.node.lock:
                     self.node.reporter.reset()
                 await tasks.put(self._queue_inventory)
+            elif kind == "drain":
+                self._drain(message.drain)
             elif kind == "refused":
                 self._check_refused(message)
 
@@ -260,7 +271,7 @@ class Agent:
                     break
             if self._now_s() >= heartbeat_at:
                 heartbeat_at = self._now_s() + self._heartbeat_s
-                await call.write(pb.WorkerMessage(heartbeat=pb.Heartbeat(tiers=self.node.tier_status())))
+                await call.write(pb.WorkerMessage(heartbeat=self._heartbeat()))
                 continue
             if self._outbox:
                 continue
@@ -289,6 +300,13 @@ class Agent:
     def _heard(self, message: pb.MasterMessage) -> None:
         self._heard_at = self._now_s()
         self._epoch = message.epoch or self._epoch
+
+    def _heartbeat(self) -> pb.Heartbeat:
+        return pb.Heartbeat(tiers=self.node.tier_status(), drain=self.drain_status())
+
+    def _drain(self, task: pb.DrainTask) -> None:
+        if self.on_drain is not None:
+            self.on_drain(task)
 
     def _check_refused(self, message: pb.MasterMessage) -> None:
         if message.WhichOneof("message") == "refused":

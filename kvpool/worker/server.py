@@ -3,8 +3,9 @@
     main thread: asyncio (uvloop) with agent and HTTP      threads: data plane loops, pool, mover, holds
 
 Owns order of start and stop. Start: settings checked against this machine, directories locked, SSD blocks adopted, ports bound,
-then the master is looked for. Stop (SIGTERM, SIGINT): no new connections, running requests finish or are cut after
-`drain_timeout` (never more than DRAIN_S_MAX), the master is told, everything is given back. A second signal cuts at once.
+then the master is looked for. Stop (SIGTERM, SIGINT): blocks that would be lost go to other workers with room, then no new
+connections, running requests finish or are cut, all within `drain_timeout` (0: neither); the master is told, everything is
+given back. A second signal cuts at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +33,7 @@ from kvpool.worker import http
 from kvpool.worker.agent import Agent
 from kvpool.worker.build import build_node
 from kvpool.worker.dataplane import DataPlane
+from kvpool.worker.drain import Drainer
 from kvpool.worker.host_memory import available_bytes, cgroup_limit_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 READY_WITHOUT_MASTER_S: Final = 5.0  # then the ready line is printed all the same: the data plane serves
-DRAIN_S_MAX: Final = 8.0  # of the ten seconds that a stop may take; the rest is for the master and the disk
+LEAVE_S: Final = 2.0  # of a long drain timeout that are kept for the master and the disk
+FINISH_S_MAX: Final = 8.0  # for running requests: of the ten seconds that a stop may usually take
+MOVE_PART: Final = 0.75  # of the drain timeout is for moving blocks, the rest for running requests
 TOKEN_BYTES_MAX: Final = 4096
 GC_THRESHOLDS: Final = (50_000, 20, 100)  # blocks are long-lived: full collections would walk all of them for nothing
 SWITCH_INTERVAL_S: Final = 0.001  # a loop that becomes ready waits at most this long for a thread that computes
@@ -107,6 +112,7 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
     tasks: list[asyncio.Task[Any]] = []
     stop_http = None
     agent: Agent | None = None
+    drainer: Drainer | None = None
     http_sock = http.listen(settings.http_host, settings.http_port)
     try:
         plane.start()
@@ -118,14 +124,21 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
         agent = Agent(
             node, settings, token=token, address=plane.address, unix_name=plane.unix_name, http=http_address
         )
+        drainer = Drainer(node, token=token, master=lambda: agent.master, beat=agent.beat)
+        agent.on_drain, agent.drain_status = drainer.follow, drainer.status
         stop_http = await http.serve(http.make_app(node, plane, agent, token=token), http_sock)
         tasks.append(asyncio.create_task(agent.run()))
         tasks.append(asyncio.create_task(_say_ready(node, plane, agent, http_address)))
         await stopping.wait()
         return 0
     finally:
+        stop_s = stop_seconds(settings.drain_timeout_ms)
+        until = time.monotonic() + stop_s
+        if drainer is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(drainer.leave, until=until - (1 - MOVE_PART) * stop_s, hurry=hurry)
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(_drain, plane, settings, hurry)
+            await asyncio.to_thread(_finish, plane, until, hurry)
         if agent is not None:
             with contextlib.suppress(Exception):
                 await agent.leave("stopping")
@@ -139,8 +152,14 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
         log.info("event=stopped")
 
 
-def _drain(plane: DataPlane, settings: WorkerSettings, hurry: threading.Event) -> None:
-    left = plane.drain(min(settings.drain_timeout_ms / 1000, DRAIN_S_MAX), cut=hurry)
+def stop_seconds(drain_timeout_ms: int) -> float:
+    """How long a stop may wait for moves and requests, so that all of it takes about the drain timeout."""
+    timeout_s = drain_timeout_ms / 1000
+    return min(timeout_s, max(FINISH_S_MAX, timeout_s - LEAVE_S))
+
+
+def _finish(plane: DataPlane, until: float, hurry: threading.Event) -> None:
+    left = plane.drain(min(FINISH_S_MAX, max(0.0, until - time.monotonic())), cut=hurry)
     if left:
         log.warning("event=drain_cut connections=%d", left)
 

@@ -1,0 +1,476 @@
+"""Empties this worker: blocks of which nobody else has a copy go to workers with room, while reads of them go on here.
+
+    look: ask the master which blocks have no other copy ─▶ move them, hot chains first ─▶ look again ─▶ none: DONE
+                                  ▲                                                         └▶ none moved: STUCK ─┐
+                                  └────────────────── after a while, or when something was stored here ◀──────────┘
+
+Owns the thread that does it, the links to other workers and the channel for its questions. Does not own: order, speed and room
+(`core.drain`), who drains (the master keeps the operator's wish; a signal is `server`'s).
+
+A copy stays here too: a drain that is cut short or cancelled has cost nothing. Nothing that is removed meanwhile comes back: a
+move carries the removals that were applied here when its blocks were taken, and a worker that is further refuses it. Bytes are
+checked before they leave: a block that went bad in memory is dropped, not spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+import numpy as np
+
+from kvpool.core.drain import Pace, Phase, Progress, Rooms, batch_of, batched, chains, parent_key
+from kvpool.core.hashing import chunk_sums
+from kvpool.core.placement import Candidate, place
+from kvpool.core.types import BlockCode, Key, NamespaceUid, Tiers, WorkerId
+from kvpool.errors import KVPoolError, NamespaceNotFound
+from kvpool.transport.base import LinkCause, LinkError, LinkOptions, Range, WorkerLink
+from kvpool.transport.choose import link as make_link
+from kvpool.transport.host import host_id
+from kvpool.transport.rpc import open_channel, raise_for
+from kvpool.v1 import master_pb2 as pb
+from kvpool.v1 import master_pb2_grpc
+from kvpool.worker.tiers.base import TierError, Trouble
+
+if TYPE_CHECKING:
+    from kvpool.core.blocks import Block
+    from kvpool.worker.node import Node
+
+log = logging.getLogger(__name__)
+
+LOOK_KEYS: Final = 8192  # of one question: some ms of the master's loop
+ASK_S: Final = 3.0  # for the master to answer one
+ROOMS_S: Final = 0.5  # then the others' room is asked anew: as often as they tell it
+MOVE_S: Final = 2.0  # for one batch, and its bytes at SLOWEST_BYTES a second
+SLOWEST_BYTES: Final = 100_000_000
+RETRY_S: Final = 1.0  # after a look that failed, or found nobody with room
+RESCAN_S: Final = 5.0  # an empty worker looks again: another's copy may have been evicted
+STORED_S: Final = 0.25  # how often it is seen whether something was stored meanwhile
+SETTLE_S: Final = 0.1  # a worker that leaves waits so long for others to say that they do too
+AVOID_S: Final = 2.0  # a worker that failed is left alone for so long
+CLOSE_S: Final = 2.0  # for the thread to end: calls under way are cut
+UP: Final = 1  # HolderInfo.state
+JOINING: Final = 0
+_THERE: Final = (int(BlockCode.STORED), int(BlockCode.ALREADY), int(BlockCode.UNLISTED))
+
+
+class _Stopped(Exception):
+    """The wish is another one now."""
+
+
+class Drainer:
+    """`master()`: address of the master whose session is up, "" without; `beat()`: sends a heartbeat soon. All methods may be
+    called from any thread; `status` and `follow` do not wait."""
+
+    def __init__(self, node: Node, *, token: str, master: Callable[[], str], beat: Callable[[], None]) -> None:
+        self._node = node
+        self._token = token
+        self._master = master
+        self._beat = beat
+        self._options = LinkOptions(token=token, client=f"drain of {node.worker_id}", host_id=host_id())
+        self._wake = threading.Condition()
+        self._wish = 0  # counts changes: a pass for an older one stops
+        self._wanted = False
+        self._leaving = False
+        self._closed = False
+        self._left = threading.Event()  # what can be done before leaving is done
+        self._thread: threading.Thread | None = None
+        self._pace = Pace()
+        self._progress = Progress()
+        # of the thread alone:
+        self._channel: tuple[str, Any] | None = None
+        self._links: dict[str, WorkerLink] = {}
+        self._others: dict[str, pb.HolderInfo] = {}
+        self._rooms = Rooms()
+        self._rooms_at = 0.0
+        self._avoided: dict[str, float] = {}
+        self._trouble = ""
+        self._anybody = False  # had room, when last asked for
+
+    # --- wishes ---------------------------------------------------------------------------------------------------------
+
+    def follow(self, task: pb.DrainTask) -> None:
+        """What the master wants, from now on."""
+        with self._wake:
+            if (self._wanted, self._pace.rate_bytes) == (task.active, task.rate_bytes) or self._closed:
+                return
+            if task.active and not self._wanted:
+                self._progress = Progress()
+            self._wanted, self._pace = task.active, Pace(task.rate_bytes)
+            self._change()
+        log.info("event=drain_wanted active=%s rate_bytes=%d", task.active, task.rate_bytes)
+
+    def leave(self, *, until: float, hurry: threading.Event) -> None:
+        """Moves what would be lost, until `until` (monotonic s) or `hurry`; at once when nobody could take it. SSD blocks are not
+        lost by a stop: they go only when an operator drains. Blocks; nothing of it runs any more afterwards."""
+        with self._wake:
+            going = bool(self._master()) and not self._closed and time.monotonic() < until
+            if going:
+                if not self._wanted:
+                    self._progress, self._pace = Progress(), Pace()
+                self._leaving = True
+                self._change()
+        if going:
+            self._beat()
+            while not self._left.wait(0.02) and self._master() and not hurry.is_set() and time.monotonic() < until:
+                pass
+            moved, left = self._progress.blocks_moved, self._progress.blocks_left
+            log.info("event=left_drained blocks_moved=%d blocks_left=%d reason=%r", moved, left, self._progress.reason)
+        self.close()
+
+    def status(self) -> pb.DrainStatus | None:
+        """None: this worker takes part."""
+        with self._wake:
+            if not (self._wanted or self._leaving):
+                return None
+            p = self._progress
+            return pb.DrainStatus(
+                phase=p.phase, leaving=self._leaving, blocks_left=p.blocks_left, bytes_left=p.bytes_left,
+                blocks_moved=p.blocks_moved, bytes_moved=p.bytes_moved, rate_bytes=self._pace.rate_bytes,
+                eta_ms=p.eta_ms(rate_bytes=self._pace.rate_bytes, now_ms=_now_ms()), reason=p.reason[:500],
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends it, calls under way too. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+            thread = self._thread
+        for link in list(self._links.values()):
+            link.close()
+        if thread is not None:
+            thread.join(CLOSE_S)
+
+    def _change(self) -> None:
+        """Under the lock: the thread looks at the wish anew."""
+        self._wish += 1
+        self._wake.notify_all()
+        if self._thread is None and (self._wanted or self._leaving):
+            self._thread = threading.Thread(target=self._run, name="kvpool-drain", daemon=True)
+            self._thread.start()
+
+    # --- the thread -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._wanted or self._leaving)
+                    if self._closed:
+                        return
+                    wish = self._wish
+                with contextlib.suppress(_Stopped):
+                    self._pause(self._guarded_pass(wish), wish)
+        finally:
+            for link in self._links.values():
+                link.close()
+            if self._channel is not None:
+                self._channel[1].close()
+
+    def _guarded_pass(self, wish: int) -> float:
+        """One pass; how long to wait after it."""
+        try:
+            return self._pass(wish)
+        except _Stopped:
+            raise
+        except KVPoolError as error:
+            self._anybody = True  # not known
+            self._end(Phase.STUCK, str(error))
+        except Exception as error:
+            log.exception("event=drain_failed")
+            self._end(Phase.STUCK, f"internal error: {type(error).__name__}")
+        return RETRY_S
+
+    def _pass(self, wish: int) -> float:
+        """Looks, and moves what it finds."""
+        self._look_around()
+        if self._leaving and self._others:
+            self._pause(SETTLE_S, wish)
+            self._look_around()
+        blocks, used_at = self._only_here(wish)
+        n_bytes = sum(block.size for block in blocks)
+        with self._wake:
+            self._progress.blocks_left, self._progress.bytes_left = len(blocks), n_bytes
+        if not blocks:
+            self._end(Phase.DONE)
+            self._wait_for_stores(wish)
+            return 0.0
+        self._trouble = ""
+        if self._target(blocks, smallest=True) is None:
+            self._end(Phase.STUCK, self._why_stuck(len(blocks), n_bytes))
+            return RETRY_S
+        with self._wake:
+            self._progress.begin(len(blocks), n_bytes, now_ms=_now_ms())
+        self._beat()
+        before = self._progress.blocks_moved
+        for part in batched(chains(blocks, used_at.__getitem__), bytes_max=self._pace.batch_bytes):
+            self._move(part, wish)
+        if self._progress.blocks_moved > before:
+            return 0.0  # what was stored meanwhile, and what the others have really: the next look says
+        self._end(Phase.STUCK, self._why_stuck(self._progress.blocks_left, self._progress.bytes_left))
+        return RETRY_S
+
+    def _why_stuck(self, n: int, n_bytes: int) -> str:
+        what = f"{n} blocks ({n_bytes} bytes)"
+        if not self._others:
+            return f"no other worker is up to take {what}"
+        if self._anybody:
+            return f"{what} could not be moved: {self._trouble or 'they went away meanwhile'}"
+        return f"no other worker has room for {what}"
+
+    def _end(self, phase: Phase, reason: str = "") -> None:
+        with self._wake:
+            changed = self._progress.phase is not phase
+            self._progress.end(phase, reason, now_ms=_now_ms())
+        if changed:
+            log.info("event=drain_phase phase=%s blocks_moved=%d bytes_moved=%d reason=%r", phase.name.lower(),
+                     self._progress.blocks_moved, self._progress.bytes_moved, reason)  # fmt: skip
+            self._beat()
+        if self._leaving and (phase is Phase.DONE or not self._anybody):
+            self._left.set()  # else it is tried again while there is time
+
+    def _pause(self, seconds: float, wish: int) -> None:
+        """Raises _Stopped when the wish changes."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed or self._wish != wish, seconds)
+            if self._closed or self._wish != wish:
+                raise _Stopped
+
+    def _wait_for_stores(self, wish: int) -> None:
+        stored = self._node.table.counters["stored"]
+        until = time.monotonic() + RESCAN_S
+        while time.monotonic() < until and self._node.table.counters["stored"] == stored:
+            self._pause(STORED_S, wish)
+
+    # --- questions to the master ----------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, request: Any) -> Any:
+        address = self._master()
+        if not address:
+            raise KVPoolError("the master is away")
+        if self._channel is None or self._channel[0] != address:
+            if self._channel is not None:
+                self._channel[1].close()
+            self._channel = (address, open_channel(address, self._token))
+        stub = master_pb2_grpc.MasterStub(self._channel[1])  # type: ignore[no-untyped-call]
+        try:
+            return getattr(stub, method)(request, timeout=ASK_S)
+        except grpc.RpcError as error:
+            raise_for(error, address=address)
+
+    def _look_around(self) -> None:
+        """Who may be written to, and has how much room: in DRAM, and on SSD where that works."""
+        reply = self._ask("Describe", pb.DescribeRequest())
+        others, rooms = {}, {}
+        for worker in reply.workers:
+            if worker.info.state != UP or worker.info.worker_id == self._node.worker_id:
+                continue
+            name = worker.info.worker_id
+            tiers = [tier for tier in worker.tiers if tier.state == "ok"]
+            others[name] = worker.info
+            free_bytes = sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in tiers)
+            rooms[name] = (free_bytes, sum(tier.capacity_bytes for tier in tiers))
+        self._others, self._rooms_at = others, time.monotonic()
+        self._rooms.told(rooms, now_ms=_now_ms())
+
+    def _only_here(self, wish: int) -> tuple[list[Block], dict[Block, int]]:
+        """Blocks of which no other worker that stays has a copy, and when each was used."""
+        node = self._node
+        keeps_ssd = self._leaving and not self._wanted
+        with node.lock:
+            everything = [list(space.blocks.values()) for space in node.table.spaces.values() if not space.blocked]
+        found: list[Block] = []
+        used_at: dict[Block, int] = {}
+        for blocks in everything:
+            for at in range(0, len(blocks), LOOK_KEYS):
+                self._pause(0, wish)
+                with node.lock:
+                    part = [b for b in blocks[at : at + LOOK_KEYS] if b.live and not (keeps_ssd and b.ssd is not None)]
+                    ticks = [node.table.used_at(block) for block in part]
+                if not part:
+                    continue
+                homes = self._homes(part[0].ns, [block.key for block in part])
+                if homes is None:
+                    break  # the namespace is being deleted
+                for block, tick, home in zip(part, ticks, homes, strict=True):
+                    if not home:
+                        found.append(block)
+                        used_at[block] = tick
+        return found, used_at
+
+    def _homes(self, uid: NamespaceUid, keys: Sequence[Key]) -> list[str] | None:
+        """Per key a worker that stays and has it, or ""; None: the master does not know the namespace."""
+        try:
+            reply = self._ask("Locate", pb.LocateRequest(namespace=uid, keys=b"".join(keys)))
+        except NamespaceNotFound:
+            return None
+        me = self._node.worker_id
+        stay = {i.holder: i.worker_id for i in reply.holder_infos if i.state in (UP, JOINING) and i.worker_id != me}
+        if not stay:
+            return [""] * len(keys)
+        counts = np.frombuffer(reply.n_replicas, dtype=np.uint8)
+        holders = np.frombuffer(reply.holders, dtype="<u4")
+        homes = [""] * len(keys)
+        of_key = np.repeat(np.arange(len(counts)), counts)
+        for index in np.flatnonzero(np.isin(holders, list(stay))).tolist():
+            homes[of_key[index]] = stay[int(holders[index])]
+        return homes
+
+    # --- moving ---------------------------------------------------------------------------------------------------------
+
+    def _move(self, part: list[Block], wish: int) -> None:
+        """One batch, to one worker or, where that gets full, several."""
+        home = ""
+        while part:
+            self._pause(self._pace.wait_ms(_now_ms()) / 1e3, wish)
+            if time.monotonic() - self._rooms_at > ROOMS_S:
+                self._look_around()
+            name = self._target(part, home=home)
+            if name is None:
+                return
+            room, n = self._rooms.of(name), 0
+            while n < len(part) and part[n].size <= room:
+                room -= part[n].size
+                n += 1
+            n_done = self._send(name, part[:n])
+            home, part = name, part[n_done:]
+
+    def _target(self, part: Sequence[Block], *, home: str = "", smallest: bool = False) -> str | None:
+        """Where the first of these blocks belongs: beside its parent when there is room, else spread. `smallest`: whether any
+        worker could take any of them."""
+        now = time.monotonic()
+        first = min(part, key=lambda block: block.size) if smallest else part[0]
+        roomy = [name for name in self._rooms.names() if self._rooms.of(name) >= first.size]
+        usable = [name for name in roomy if self._avoided.get(name, 0.0) <= now]
+        self._anybody = bool(roomy)
+        if not usable:
+            return None
+        if smallest:
+            return usable[0]
+        above = parent_key(first)
+        if not home and above is not None:
+            home = next(iter(self._homes(first.ns, [above]) or ()), "")
+        candidates = [
+            Candidate(WorkerId(name), self._others[name].host_id, self._rooms.of(name), self._others[name].capacity_bytes)
+            for name in usable
+        ]
+        need = sum(block.size for block in part)
+        chosen = place(candidates, key=first.key, parent_workers=[WorkerId(home)], need_bytes=need)
+        return chosen[0].worker_id
+
+    def _send(self, name: str, part: list[Block]) -> int:
+        """To this worker. How many leading blocks are through with this pass: moved, gone, or not to be moved."""
+        deadline = time.monotonic() + MOVE_S + sum(block.size for block in part) / SLOWEST_BYTES
+        with self._taken(part, deadline) as (blocks, views, fence):
+            if not blocks:
+                self._count(part[:1], moved=0)
+                return 1
+            try:
+                codes = self._write(name, blocks, views, fence, deadline)
+            except KVPoolError as error:  # a LinkError; or its token, its version
+                self._failed(name, error)
+                return 0
+        there = [block for block, code in zip(blocks, codes, strict=True) if code in _THERE]
+        n_bytes = sum(block.size for block in blocks)
+        self._pace.sent(n_bytes, _now_ms())
+        self._rooms.sent(name, n_bytes, now_ms=_now_ms())
+        if len(there) < len(blocks):
+            self._rooms.full(name)
+        self._count(there, moved=len(there))
+        return len(blocks)
+
+    def _write(self, name: str, blocks: list[Block], views: list[memoryview], fence: int, deadline: float) -> bytes:
+        link = self._links.get(name)
+        if link is None or link.incarnation != self._others[name].incarnation:
+            if link is not None:
+                link.close()
+            self._links[name] = link = make_link(self._others[name], self._options, deadline=deadline)
+            if self._closed:
+                raise LinkError(LinkCause.CLOSED, "this worker stops")
+        held = link.reserve(batch_of(blocks), [view.nbytes for view in views], deadline=deadline, fence=fence)
+        try:
+            ranges = [Range(i, 0, views[i]) for i, code in enumerate(held.codes) if code == BlockCode.RESERVED]
+            if ranges:
+                link.fill(held, ranges, deadline=deadline)
+            return link.commit(held, wait_listed=True, deadline=deadline)
+        finally:
+            link.abort(held)  # nothing, when it was committed
+
+    @contextlib.contextmanager
+    def _taken(self, part: list[Block], deadline: float) -> Iterator[tuple[list[Block], list[memoryview], int]]:
+        """Leading blocks of these that are still here, their checked bytes, and the removals that they are as of."""
+        node = self._node
+        with node.lock:
+            n = next((i for i, block in enumerate(part) if not block.live), len(part))
+            pinned = part[:n]
+            for block in pinned:
+                block.pins += 1
+            fence = node.removals_applied(part[0].ns)
+        views: list[memoryview] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: node.unpin(pinned) if pinned else None)
+            for block in pinned:
+                try:
+                    views.append(self._bytes_of(block, deadline, stack))
+                except TierError as error:
+                    node.count_read_trouble(block.ns, error)
+                    self._trouble = error.reason
+                    break
+            yield pinned[: len(views)], views, fence
+
+    def _bytes_of(self, block: Block, deadline: float, stack: contextlib.ExitStack) -> memoryview:
+        """Of a pinned block. Raises TierError; a copy that is damaged has been dropped then."""
+        node = self._node
+        with node.lock:
+            offset = -1 if block.dram is None else node.offset(block)
+            slot = block.ssd
+        chunk_bytes = block.chunk_bytes
+        tier = Tiers.DRAM
+        try:
+            if offset >= 0:
+                view = node.dram.view(block.ns, offset, block.size)
+                if block.sums is not None and chunk_sums(view, chunk_bytes).tobytes() != block.sums:
+                    raise TierError(Trouble.DAMAGED, "a block in DRAM differs from its checksum")
+                return view
+            tier = Tiers.SSD
+            if node.ssd is None or slot is None:
+                raise TierError(Trouble.BUSY, "the block's copy is gone")
+            staged = node.ssd.read_block(
+                slot, size=block.size, chunk_bytes=chunk_bytes, block_sum=block.sum, deadline=deadline
+            )
+            return stack.enter_context(staged).view
+        except TierError as error:
+            if error.trouble is Trouble.DAMAGED:
+                with node.lock:
+                    node.table.corrupt(block, tier)
+                    node.after_decision()
+            raise
+
+    def _count(self, blocks: Sequence[Block], *, moved: int) -> None:
+        n_bytes = sum(block.size for block in blocks)
+        with self._wake:
+            if moved:
+                self._progress.moved(moved, n_bytes)
+            else:
+                self._progress.left(len(blocks), n_bytes)
+
+    def _failed(self, name: str, error: KVPoolError) -> None:
+        self._trouble = f"worker {name}: {error}"
+        cause = error.cause if isinstance(error, LinkError) else None
+        log.warning("event=move_failed worker=%s cause=%s reason=%r", name, cause, str(error))
+        if cause in (LinkCause.NOT_READY, LinkCause.UNKNOWN_NAMESPACE):
+            self._avoided[name] = time.monotonic() + RETRY_S / 4
+            return
+        self._avoided[name] = time.monotonic() + AVOID_S
+        link = self._links.pop(name, None)
+        if link is not None:
+            link.close()
+
+
+def _now_ms() -> float:
+    return time.monotonic() * 1e3
