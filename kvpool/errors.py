@@ -53,10 +53,12 @@ class QuotaExceeded(KVPoolError):
 
 
 class MasterUnavailable(KVPoolError):
-    """No master answered within the deadline; the message has the addresses that were tried."""
+    """No master answered within the deadline; the message has the addresses that were tried. `leader`: where the one that refused
+    says that the leader is ("host:port"; "" unknown)."""
 
     code = "master_unavailable"
     retryable = True
+    leader: str = ""
 
 
 class StoreUnavailable(MasterUnavailable):

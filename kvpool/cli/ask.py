@@ -4,38 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.common import client_settings, parse_time_ms, token_of
-from kvpool.errors import NamespaceNotFound
+from kvpool.core.leaders import LeaderSearch
+from kvpool.errors import MasterUnavailable, NamespaceNotFound, StoreUnavailable
 
 if TYPE_CHECKING:
     from kvpool.v1 import master_pb2 as pb
 
-WORKER_STATES = ("joining", "up", "suspect", "down")
+WORKER_STATES = ("joining", "up", "suspect", "down", "draining", "drained")
 LIST_PAGE_KEYS = 4096
 
 
-@dataclass(frozen=True)
 class Master:
-    """The stub of one master, its address and the deadline of each question."""
+    """The master that leads, among those at `addresses`. `deadline_s`: of each question to one of them."""
 
-    stub: Any
-    address: str
-    deadline_s: float
+    def __init__(self, addresses: str, *, token: str, deadline_s: float) -> None:
+        self._search = LeaderSearch([part.strip() for part in addresses.split(",")])
+        self._token, self._deadline_s = token, deadline_s
+        self._channel: Any = None
 
     def call(self, method: str, request: Any) -> Any:
-        """One unary call; a gRPC failure is raised as kvpool's own error."""
+        """One unary call; a failure is raised as kvpool's own error, once all masters were asked where none is the leader."""
         import grpc
 
-        from kvpool.transport.rpc import raise_for
+        from kvpool.transport.rpc import error_of, open_channel
+        from kvpool.v1 import master_pb2_grpc
 
-        try:
-            return getattr(self.stub, method)(request, timeout=self.deadline_s)
-        except grpc.RpcError as error:
-            raise_for(error, address=self.address)
+        make_stub: Any = master_pb2_grpc.MasterStub
+        while True:
+            if self._channel is None:
+                self._channel = open_channel(self._search.current, self._token)
+            try:
+                return getattr(make_stub(self._channel), method)(request, timeout=self._deadline_s)
+            except grpc.RpcError as error:
+                found = error_of(error, address=self._search.current)
+                elsewhere = isinstance(found, MasterUnavailable) and not isinstance(found, StoreUnavailable)
+                if not elsewhere or self._search.failed(found.leader if isinstance(found, MasterUnavailable) else ""):
+                    raise found from error
+                self.close()
+
+    @property
+    def address(self) -> str:
+        """Of the master that is asked at present."""
+        return self._search.current
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def namespaces(self) -> list[pb.Namespace]:
         """All namespaces, by name."""
@@ -76,16 +95,11 @@ def _nearest(name: str, names: list[str]) -> str:
 
 @contextmanager
 def master_at(address: str | None, *, token_file: Path | None = None, deadline: str = "5s") -> Iterator[Master]:
-    """A channel to the master (flag, else environment, else the default), closed at the end. Nothing is asked yet."""
-    from kvpool.transport.rpc import open_channel
-    from kvpool.v1 import master_pb2_grpc
-
-    make_stub: Any = master_pb2_grpc.MasterStub
+    """The masters (flag, else environment, else the default), left at the end. Nothing is asked yet."""
     deadline_ms = parse_time_ms(deadline, option="--deadline")
     settings = client_settings(address, token_file)
-    target = settings.master.split(",")[0].strip()
-    channel = open_channel(target, token_of(settings))
+    master = Master(settings.master, token=token_of(settings), deadline_s=deadline_ms / 1000)
     try:
-        yield Master(make_stub(channel), target, deadline_ms / 1000)
+        yield master
     finally:
-        channel.close()
+        master.close()

@@ -13,7 +13,7 @@ from kvpool.client.master import MasterLink
 from kvpool.client.mirror_index import MirrorIndex
 from kvpool.client.peers import Peers
 from kvpool.core.types import NamespaceUid
-from kvpool.errors import InvalidArgument
+from kvpool.errors import InvalidArgument, MasterUnavailable
 from kvpool.transport.rpc import error_of
 from kvpool.v1 import master_pb2 as pb
 
@@ -78,17 +78,19 @@ class Mirror:
                 self._restart = False
                 self._wake.clear()
             uids, epoch, seq = self.index.begin_stream()
+            pause = True
             if uids:
-                self._watch(pb.WatchRequest(namespaces=uids, epoch=epoch, after_seq=seq), frozenset(uids))
+                pause = self._watch(pb.WatchRequest(namespaces=uids, epoch=epoch, after_seq=seq), frozenset(uids))
             self.connected = False
             with self._lock:
                 restart = self._restart or self._closed
             if not restart:
                 self._reconnects += 1
-                self._wake.wait(random.uniform(*RECONNECT_S) if uids else None)
+                if pause:
+                    self._wake.wait(random.uniform(*RECONNECT_S) if uids else None)
 
-    def _watch(self, request: pb.WatchRequest, uids: frozenset[NamespaceUid]) -> None:
-        """One stream, until it ends or is to be begun again."""
+    def _watch(self, request: pb.WatchRequest, uids: frozenset[NamespaceUid]) -> bool:
+        """One stream, until it ends or is to be begun again. False: another master is there to be asked at once."""
         stub = None
         try:
             stub = self._master.stub
@@ -99,8 +101,10 @@ class Mirror:
                     stream.cancel()
             for event in stream:
                 self._events += 1
+                if not self._master.heard(stub, event.epoch):
+                    log.warning("event=watch_of_old_epoch epoch=%d", event.epoch)
+                    return self._master.failed(stub, counted=False)
                 self.connected = True
-                self._master.is_there()
                 for uid in self.index.apply(event, uids):
                     log.warning("event=mirror_too_large namespace=%s", uid.hex())
                     with self._lock:
@@ -110,7 +114,8 @@ class Mirror:
                 found = error_of(error)
                 log.debug("event=watch_ended code=%s reason=%s", found.code, found)
                 if stub is not None:
-                    self._master.next_address(stub)
+                    leader = found.leader if isinstance(found, MasterUnavailable) else ""
+                    return self._master.failed(stub, hint=leader, counted=False)
         except (InvalidArgument, ValueError):  # the channel was closed
             if not self._closed:
                 raise
@@ -119,3 +124,4 @@ class Mirror:
                 ended, self._stream = self._stream, None
             if ended is not None:
                 ended.cancel()
+        return True

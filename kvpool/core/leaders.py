@@ -35,7 +35,7 @@ class LeaderSearch:
         return self._hinted or len(self.addresses) > 1
 
     def failed(self, hint: str = "") -> bool:
-        """`current` did not answer, or does not lead and names `hint` ("": nobody). Goes on. True: this was the last one of a round."""
+        """`current` did not answer, or does not lead and names `hint` ("": nobody). Goes on. True: the last one of a round."""
         self._failed.add(self.current)
         if hint and hint not in self._failed and len(self._failed) <= len(self.addresses) + HINTS_MAX:
             self._hinted = self._hinted or hint not in self.addresses

@@ -7,6 +7,7 @@ worker whose number lies before the log's begin is told to drop all of the names
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.core.types import KEY_BYTES
@@ -52,6 +53,11 @@ class RemovalLog:
         """The oldest removal that is remembered; `seq + 1` when none is."""
         return self._entries[0].seq if self._entries else self.seq + 1
 
+    @property
+    def entries(self) -> tuple[Removal, ...]:
+        """All that are remembered, in order of their numbers."""
+        return tuple(self._entries)
+
     def append(self, removal: Removal) -> None:
         """Adds removal number `seq + 1`."""
         if removal.seq != self.seq + 1:
@@ -64,6 +70,17 @@ class RemovalLog:
         self._n_keys += removal.weight
         while self._n_keys > self._keys_max and len(self._entries) > 1:
             self._n_keys -= self._entries.popleft().weight
+
+    @classmethod
+    def of(cls, entries: Iterable[Removal], *, keys_max: int, seq: int) -> RemovalLog:
+        """What a store gave back: `seq` is the newest number that it gave out. After a gap (a store that was set back, and
+        written to before that was noticed) the log begins anew: a worker that may have missed what is lost drops its blocks."""
+        log = cls(keys_max=keys_max, seq=seq)
+        for entry in entries:
+            if entry.seq != log.seq + 1 or not log._entries:
+                log = cls(keys_max=keys_max, seq=entry.seq - 1)
+            log.append(entry)
+        return log if log.seq >= seq else cls(keys_max=keys_max, seq=seq)
 
     def missed(self, applied_seq: int) -> Missed | None:
         """What a worker that applied all up to `applied_seq` has missed; None: nothing. A number of the future (a store that was

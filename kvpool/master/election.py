@@ -8,6 +8,7 @@ what takes longer: loading the state as a new leader, letting go of it as an old
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -61,6 +62,9 @@ class Elector:
         self._core = Election(address=address, terms=terms)
         self._told = self._core.standing(clock())
         self._news = asyncio.Event()
+        self._asked = asyncio.Event()  # set, and replaced, when a request has ended
+        self._unanswered_ms: int | None = None  # when the last request that got no answer was sent
+        self._trouble = ""
         self.failures = 0  # requests that the store did not answer
 
     def standing(self) -> Standing:
@@ -81,6 +85,24 @@ class Elector:
             except TimeoutError:
                 continue
 
+    async def confirmed(self) -> Standing:
+        """`standing()`, but as LAPSED only when the store was asked just now and did not answer. A process that stood still past
+        its lease finds out here whether another one leads by now; FOLLOWER when it cannot find out in time."""
+        terms = self._core.terms
+        fresh_ms = terms.poll_ms + 2 * terms.reply_ms + terms.margin_ms
+        until_ms = self._clock() + fresh_ms
+        while True:
+            now = self._clock()
+            standing = self._core.standing(now)
+            asked = self._unanswered_ms is not None and now - self._unanswered_ms <= fresh_ms
+            if standing.role is not Role.LAPSED or asked:
+                return standing
+            if now >= until_ms:
+                return Standing(Role.FOLLOWER, standing.epoch, "")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout((until_ms - now) / 1000):
+                    await self._asked.wait()
+
     async def run(self) -> None:
         """Until cancelled; then gives the lease back."""
         try:
@@ -96,6 +118,14 @@ class Elector:
             await self._leave()
 
     async def _send(self, ask: Ask) -> None:
+        sent_ms = self._clock()
+        try:
+            await self._send_one(ask, sent_ms)
+        finally:
+            self._asked.set()
+            self._asked = asyncio.Event()
+
+    async def _send_one(self, ask: Ask, sent_ms: int) -> None:
         try:
             async with asyncio.timeout(self._core.terms.reply_ms / 1000):
                 if isinstance(ask, Take):
@@ -103,12 +133,13 @@ class Elector:
                 else:
                     reply = await self._lease.renew(ask.epoch, address=self._address)
         except (KVPoolError, TimeoutError) as error:
-            self._fail(ask, error)
+            self._fail(ask, error, sent_ms)
             return
         except Exception as error:
             log.exception("event=election_failed")
-            self._fail(ask, error)
+            self._fail(ask, error, sent_ms)
             return
+        self._trouble = ""
         answer = Granted(reply.epoch) if reply.granted else Refused(reply.epoch, reply.owner, reply.address, reply.left_ms)
         self._core.answer(ask.number, answer, self._clock())
         if reply.granted:
@@ -116,10 +147,13 @@ class Elector:
         elif not isinstance(ask, Take):
             self._lease.adopt(None)
 
-    def _fail(self, ask: Ask, error: Exception) -> None:
+    def _fail(self, ask: Ask, error: Exception, sent_ms: int) -> None:
         self.failures += 1
+        self._unanswered_ms = sent_ms
         self._core.failed(ask.number, self._clock())
-        log.debug("event=lease_unanswered error=%r", str(error))
+        trouble = type(error).__name__
+        log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "event=lease_unanswered error=%r", str(error))
+        self._trouble = trouble
 
     def _tell(self) -> None:
         now = self.standing()

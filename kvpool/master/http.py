@@ -1,11 +1,14 @@
-"""The master's HTTP port: /metrics, /healthz (the process answers), /readyz (a lookup and a read of the store just succeeded)."""
+"""The master's HTTP port: /metrics, /healthz (the process answers), /readyz (a lookup and a read of the store just succeeded).
+
+A standby is healthy and not ready: it says who leads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,14 +27,36 @@ CONNECTIONS_MAX: Final = 2048  # beyond, 503; slow senders, which are closed aft
 KEEP_ALIVE_S: Final = 5
 
 
-def application(state: MasterState, sessions: Sessions) -> Starlette:
+class Leading(Protocol):
+    """What a leader has (`leading.Term`)."""
+
+    state: MasterState
+    sessions: Sessions
+
+
+def application(
+    leading: Callable[[], Leading | None], *, leader: Callable[[], str], store: Callable[[], Iterable[Metric]]
+) -> Starlette:
+    """`leading`: None on a standby. `leader`: the leader's address, "" unknown. `store`: metrics of the store."""
+
     async def metrics(_: Request) -> Response:
-        return Response(expose(_metrics(state, sessions)), media_type=CONTENT_TYPE)
+        term = leading()
+        own = () if term is None else _metrics(term.state, term.sessions)
+        role = gauge("kvpool_leading_state", "1: this master leads", int(term is not None))
+        return Response(expose([role, *store(), *own]), media_type=CONTENT_TYPE)
 
     async def healthz(_: Request) -> Response:
-        return JSONResponse({"ok": True, "role": "master", "epoch": state.epoch})
+        term = leading()
+        if term is None:
+            return JSONResponse({"ok": True, "role": "master", "standby": True, "leader": leader()})
+        return JSONResponse({"ok": True, "role": "master", "epoch": term.state.epoch})
 
     async def readyz(_: Request) -> Response:
+        term = leading()
+        if term is None:
+            body = {"ready": False, "standby": True, "leader": leader(), "reason": "standby: another master leads, or none yet"}
+            return JSONResponse(body, status_code=503)
+        state = term.state
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await state.store.ping()

@@ -58,7 +58,7 @@ class LmdbStore:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"data_dir: {self._dir} cannot be made: {error.strerror}") from error
-        self._lock = _take_lock(self._dir)
+        self._lock = take_lock(self._dir)
         try:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-store")
             return await self._run(self._open)
@@ -204,7 +204,8 @@ class LmdbStore:
             self._env = None
 
 
-def _take_lock(data_dir: Path) -> int:
+def take_lock(data_dir: Path) -> int:
+    """A descriptor that keeps other masters out of the directory while it is open. ConfigError naming the one that is in it."""
     path = data_dir / "LOCK"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -32,10 +32,10 @@ from typing import Any, Final
 from kvpool.core.election import LeaseTerms, Role
 from kvpool.core.removals import Removal
 from kvpool.core.types import KEY_BYTES, UID_BYTES, Epoch, NamespaceUid, WorkerId
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import ConfigError, Fenced, KVPoolError, StoreUnavailable
 from kvpool.master import redis_scripts as scripts
 from kvpool.master.election import Elector, LeaseReply
-from kvpool.master.redis_link import Fenced, RedisLink, StoreDamaged, StoreUnavailable, parse
+from kvpool.master.redis_link import RedisLink, StoreDamaged, parse
 from kvpool.master.store import (
     NamespaceRecord,
     WorkerRecord,

@@ -1,7 +1,8 @@
 """The master process: starts store, gRPC and HTTP on one loop, says when it is ready, ends on a signal.
 
-Order of a start: the data directory's lock and state, then the ports, then serving. Of an end: no new calls, streams told, ports
-closed, store closed. What is served is `service`; what is known is `state`.
+Order of a start: the data directory's lock and state, then the ports, then serving; among several masters the ports, then the
+election (`leading`). Of an end: no new calls, streams told, ports closed, lease given back, store closed. What is served is
+`service`; what is known is `state`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,13 +30,14 @@ import kvpool
 from kvpool.config import MasterSettings
 from kvpool.core import version
 from kvpool.errors import ConfigError, KVPoolError, Unauthenticated, VersionMismatch
+from kvpool.master.election import Elector
 from kvpool.master.http import HttpServer, application
-from kvpool.master.lmdb_store import LmdbStore
-from kvpool.master.service import MasterService
-from kvpool.master.session import Sessions
-from kvpool.master.state import Limits, MasterState
-from kvpool.master.store import Store
+from kvpool.master.leading import Front, Leadership, Term
+from kvpool.master.lmdb_store import LmdbStore, take_lock
+from kvpool.master.redis_store import RedisStore
+from kvpool.master.state import Limits
 from kvpool.obs import logs
+from kvpool.obs.metrics import Metric, counter
 from kvpool.obs.process import die_with_parent
 from kvpool.transport.rpc import AUTHORIZATION, SERVER_OPTIONS, status_of
 from kvpool.v1 import master_pb2 as pb
@@ -45,6 +48,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S: Final = 2.0  # for calls that are under way; streams are told to end at once
 STOP_MAX_S: Final = 8.0  # then the process ends whatever is left
 TOKEN_BYTES_MAX: Final = 4096
+ID_CHARS_MAX: Final = 64
 AGENTS_MAX: Final = 256  # user agents remembered
 _OPEN_TO_ALL: Final = "/grpc.health.v1.Health/"
 
@@ -99,19 +103,36 @@ async def _main(settings: MasterSettings, token: str) -> int:
             "http": master.http_address,
         }
         print(json.dumps(ready), flush=True)  # noqa: T201
-        await stop.wait()
-        log.info("event=stopping")
+        asked = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([asked, *master.vital], return_when=asyncio.FIRST_COMPLETED)
+        failed = not asked.done()
+        asked.cancel()
+        log.log(logging.ERROR if failed else logging.INFO, "event=stopping reason=%s", "election_ended" if failed else "signal")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_MAX_S):
                 await master.stop()
     log.info("event=stopped")
-    return 0
+    return int(failed)
 
 
-def _store(settings: MasterSettings) -> Store:
+def _store(settings: MasterSettings) -> LmdbStore | RedisStore:
     if settings.store:
-        raise ConfigError(f"store: {settings.store!r} is not supported by this version; leave it empty for LMDB in data_dir")
+        return RedisStore(settings.store, master_id=_master_id(Path(settings.data_dir)))
     return LmdbStore(Path(settings.data_dir))
+
+
+def _master_id(data_dir: Path) -> str:
+    """The id of the master whose directory this is, made at its first start."""
+    path = data_dir / "master_id"
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        known = path.read_text(encoding="ascii").strip() if path.exists() else ""
+        if not known or len(known) > ID_CHARS_MAX or not known.isprintable():
+            known = f"m-{uuid.uuid4().hex[:12]}"
+            path.write_text(known + "\n", encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data_dir: {path} cannot be used: {error}") from error
+    return known
 
 
 def now_ms() -> int:
@@ -122,85 +143,95 @@ def now_ms() -> int:
 class Master:
     """All parts of one master on the running loop."""
 
-    def __init__(self, settings: MasterSettings, token: str, store: Store) -> None:
+    def __init__(self, settings: MasterSettings, token: str, store: LmdbStore | RedisStore) -> None:
         self.store = store
+        self.vital: list[asyncio.Task[None]] = []  # none of them may end while this master runs
         self.address = self.http_address = ""
         self._settings = settings
         self._token = token
         self._server: Any = None
         self._http: HttpServer | None = None
         self._http_socket: socket.socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._sessions: Sessions | None = None
-        self._state: MasterState | None = None
+        self._term: Term | None = None  # of a master on its own
+        self._leadership: Leadership | None = None  # of one among several
+        self._lock: int | None = None
         self._stopped = False
+
+    def _leading(self) -> Term | None:
+        return self._term if self._leadership is None else self._leadership.term
+
+    def _leader(self) -> str:
+        return self.address if self._leadership is None else self._leadership.leader()
 
     async def start(self) -> None:
         """Serving when it returns. Raises ConfigError or KVPoolError naming what is in the way."""
-        s = self._settings
-        epoch = await self.store.open()
+        s, store = self._settings, self.store
         limits = Limits(**{name: getattr(s, name) for name in Limits.__slots__})
-        state = self._state = MasterState(self.store, epoch, settings=limits, now_ms=now_ms)
-        await state.load()
-        sessions = self._sessions = Sessions(state)
+        if isinstance(store, RedisStore):
+            self._lock = take_lock(Path(s.data_dir))
+        else:
+            epoch = await store.open()
+            self._term = Term(store, epoch, settings=limits, leader="", now_ms=now_ms)
+            await self._term.begin()
         self._http_socket = _bind(s.http_host, s.http_port, "http_port")
         guards = [_Release(), *([_Bearer(self._token)] if self._token else [])]
         self._server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
-        await _register(self._server, MasterService(state, sessions))
         port = _add_port(self._server, s.host, s.port)
-        self.address = state.leader = _join(s.advertise or _reachable(s.host), port)
+        self.address = _join(s.advertise or _reachable(s.host), port)
         self.http_address = _join(_reachable(s.http_host), self._http_socket.getsockname()[1])
+        if isinstance(store, RedisStore):
+            elector = Elector(store, address=self.address, terms=store.terms)
+            self._leadership = Leadership(store, elector, settings=limits, address=self.address, now_ms=now_ms)
+            await _register(self._server, Front(self._leadership))
+        else:
+            assert self._term is not None
+            self._term.state.leader = self.address
+            await _register(self._server, self._term.service)
         await self._server.start()
-        self._http = HttpServer(application(state, sessions), self._http_socket)
+        self._http = HttpServer(application(self._leading, leader=self._leader, store=self._store_metrics), self._http_socket)
         self._http.start()
-        self._tasks = [
-            asyncio.ensure_future(_forever("tick", lambda: _tick(sessions, limits.heartbeat_ms))),
-            asyncio.ensure_future(_forever("purge", lambda: _purge(state))),
-        ]
-        log.info("event=started epoch=%d address=%s http=%s namespaces=%d known_workers=%d", epoch, self.address,
-                 self.http_address, len(state.namespaces), len(state.records))  # fmt: skip
+        if self._leadership is not None:
+            self.vital = [asyncio.create_task(self._leadership.elector.run()), asyncio.create_task(self._leadership.run())]
+        log.info("event=started address=%s http=%s store=%s", self.address, self.http_address,
+                 getattr(store, "place", "data_dir"))  # fmt: skip
+
+    def _store_metrics(self) -> Iterator[Metric]:
+        if not isinstance(self.store, RedisStore) or self._leadership is None:
+            return
+        counts, link, elector = self.store.counts, self.store.link_counts, self._leadership.elector
+        yield counter("kvpool_store_writes_total", "Writes to the shared store", counts.writes)
+        yield counter("kvpool_store_fenced_total", "Writes refused because another master leads", counts.fenced)
+        yield counter("kvpool_store_unreplicated_total", "Writes that no replica had in time", counts.unreplicated)
+        yield counter("kvpool_store_set_backs_total", "Times that the store lost confirmed writes", counts.rolled_back)
+        yield counter("kvpool_store_timeouts_total", "Requests to the store without an answer in time", link.timeouts)
+        yield counter("kvpool_store_unavailable_total", "Requests that the store could not serve", link.unavailable)
+        yield counter("kvpool_lease_failures_total", "Requests about the lease without an answer", elector.failures)
 
     async def stop(self) -> None:
         """Ends everything that `start` began, in any state of it. A second call does nothing."""
         if self._stopped:
             return
         self._stopped = True
-        if self._sessions is not None:
-            self._sessions.close_all("the master is stopping")
-        if self._state is not None:
-            self._state.events.close()
+        term = self._leading()
+        if term is not None:
+            term.close("the master is stopping")
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
-        for task in self._tasks:
+        for task in self.vital:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for failure in await asyncio.gather(*self.vital, return_exceptions=True):
+            if isinstance(failure, Exception):
+                log.error("event=election_failed error=%r", failure)
+        if term is not None:
+            await term.end()
         if self._http is not None:
             await self._http.stop()
         elif self._http_socket is not None:
             self._http_socket.close()
         await self.store.close()
-
-
-async def _forever(name: str, step: Callable[[], Awaitable[None]]) -> None:
-    """Repeats a step; an error in one is logged and does not end the others."""
-    while True:
-        try:
-            await step()
-        except Exception:
-            log.exception("event=step_failed step=%s", name)
-            await asyncio.sleep(0.1)
-
-
-async def _tick(sessions: Sessions, heartbeat_ms: int) -> None:
-    await sessions.tick()
-    await asyncio.sleep(heartbeat_ms / 1000)
-
-
-async def _purge(state: MasterState) -> None:
-    await state.purge_wanted.wait()
-    state.purge_wanted.clear()
-    while state.purge_step():
-        await asyncio.sleep(0)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 # --- ports and calls ----------------------------------------------------------------------------------------------------
@@ -246,7 +277,7 @@ def _add_port(server: Any, host: str, port: int) -> int:
     return bound
 
 
-async def _register(server: Any, service: MasterService) -> None:
+async def _register(server: Any, service: pb_grpc.MasterServicer) -> None:
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 

@@ -37,6 +37,7 @@ OUTBOX_MESSAGES_MAX: Final = 4_096
 WELCOME_MISSED_BYTES_MAX: Final = 32 << 20  # of all namespaces; past it a worker drops blocks instead (messages are limited)
 NAME_BYTES_MAX: Final = 256  # ids, addresses, host ids
 TIERS_MAX: Final = 8  # of one heartbeat
+LAST_WRITE_S: Final = 1.0  # for the message that is being written when a stream is to end
 DRAIN_REASON_MAX: Final = 1_000  # characters
 HELLO_NAMESPACES_MAX: Final = 65_536
 SLICE_KEYS: Final = 4_096  # of an inventory that are applied at once: a few ms of the loop
@@ -62,7 +63,7 @@ class Closed(Exception):
 class Outbox:
     """What is to be sent on one stream, in order; acknowledgements and heartbeats merge."""
 
-    __slots__ = ("_ack", "_bytes", "_epoch", "_heartbeat", "_messages", "_wake")
+    __slots__ = ("_ack", "_bytes", "_ended", "_epoch", "_heartbeat", "_messages", "_wake")
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
@@ -70,6 +71,7 @@ class Outbox:
         self._bytes = 0
         self._ack = 0
         self._heartbeat = False
+        self._ended = False
         self._wake = asyncio.Event()
 
     def put(self, message: pb.MasterMessage) -> bool:
@@ -91,11 +93,16 @@ class Outbox:
         self._heartbeat = True
         self._wake.set()
 
+    def end(self) -> None:
+        """Nothing more is to be sent: the iteration ends."""
+        self._ended = True
+        self._wake.set()
+
     async def __aiter__(self) -> AsyncIterator[pb.MasterMessage]:
-        while True:
+        while not self._ended:
             await self._wake.wait()
             self._wake.clear()
-            while self._messages or self._ack or self._heartbeat:
+            while (self._messages or self._ack or self._heartbeat) and not self._ended:
                 if self._messages:
                     message, size = self._messages.popleft()
                     self._bytes -= size
@@ -151,6 +158,9 @@ class Sessions:
             ends: list[asyncio.Future[Any]] = [reader, writer, stream.closing]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if stream.closing.done():  # a write that is cancelled takes the stream with it, and what was to be said last
+                    stream.outbox.end()
+                    await asyncio.wait([writer], timeout=LAST_WRITE_S)
             finally:
                 for task in (reader, writer):
                     task.cancel()

@@ -22,7 +22,7 @@ from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.removals import Missed, Removal, RemovalLog
 from kvpool.core.session import Inbox, ReportBatch, unpack_cause
 from kvpool.core.types import Epoch, Holder, Key, MissCause, NamespaceUid, WorkerId
-from kvpool.errors import KVPoolError, LayoutMismatch, NamespaceNotFound, QuotaExceeded
+from kvpool.errors import Fenced, KVPoolError, LayoutMismatch, NamespaceNotFound, QuotaExceeded, StoreUnavailable
 from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
 from kvpool.master.watch import Changed, Counters, Emptied, EventLog, HolderRetired, HolderSeen
 from kvpool.v1 import master_pb2 as pb
@@ -98,6 +98,10 @@ class MasterState:
         self.members: Membership = self._membership(())
         self._ordinal = 0
         self._creating = asyncio.Lock()
+        self._logging = asyncio.Lock()  # removals reach the store one after the other
+        self._unsure: dict[str, NamespaceUid] = {}  # namespaces whose creation the store did not confirm
+        self._unwritten: dict[WorkerId, None] = {}  # workers whose record the store does not have as it is here
+        self.write_wanted = asyncio.Event()
         self.purge_wanted = asyncio.Event()
         self.leader = ""
 
@@ -115,10 +119,7 @@ class MasterState:
         """Reads back what the store has. Workers that were connected when a master last wrote are waited for (`complete`)."""
         for record in await self.store.namespaces():
             entries = await self.store.removals(record.spec.uid)
-            first = entries[0].seq if entries else record.spec.removal_seq + 1
-            removals = RemovalLog(keys_max=self.settings.removal_log_max, seq=first - 1)
-            for entry in entries:
-                removals.append(entry)
+            removals = RemovalLog.of(entries, keys_max=self.settings.removal_log_max, seq=record.spec.removal_seq)
             self._add(Namespace(replace(record.spec, removal_seq=removals.seq), removals, record.ordinal, born_here=False))
             self._ordinal = max(self._ordinal, record.ordinal)
         for worker in await self.store.workers():
@@ -152,8 +153,17 @@ class MasterState:
                 return existing.spec, False
             if len(self.namespaces) >= NAMESPACES_MAX:
                 raise QuotaExceeded(f"namespace: {NAMESPACES_MAX} namespaces exist, which is the limit")
-            spec = replace(wanted, uid=NamespaceUid(os.urandom(16)), removal_seq=0)
-            await self.store.put_namespace(NamespaceRecord(spec, self._ordinal + 1))
+            # Where the store did not answer, the record may be there: the next attempt writes over it, for one name has one uid.
+            uid = self._unsure.get(wanted.name) or NamespaceUid(os.urandom(16))
+            spec = replace(wanted, uid=uid, removal_seq=0)
+            try:
+                await self.store.put_namespace(NamespaceRecord(spec, self._ordinal + 1))
+            except BaseException:
+                self._unsure[wanted.name] = uid
+                while len(self._unsure) > NAMESPACES_MAX:
+                    del self._unsure[next(iter(self._unsure))]
+                raise
+            self._unsure.pop(wanted.name, None)
             self._ordinal += 1
             self._add(Namespace(spec, RemovalLog(keys_max=self.settings.removal_log_max), self._ordinal, born_here=True))
             log.info("event=namespace_created name=%r uid=%s block_bytes=%d", spec.name, spec.uid.hex(), spec.block_bytes)
@@ -172,7 +182,8 @@ class MasterState:
 
     async def delete(self, namespace: Namespace) -> None:
         """Forgets the namespace for good; a worker that comes back with blocks of it is told to drop them."""
-        await self.store.delete_namespace(namespace.spec.uid)
+        async with self._creating:
+            await self.store.delete_namespace(namespace.spec.uid)
         if self.namespaces.pop(namespace.spec.uid, None) is None:
             return
         del self.by_name[namespace.spec.name]
@@ -206,12 +217,14 @@ class MasterState:
         """The worker is away; it may have blocks of every namespace that there is by now."""
         record = self.records.get(worker_id)
         if record is not None and record.connected:
-            await self._write_worker(replace(record, seen_ordinal=self._ordinal, connected=False))
+            self.records[worker_id] = replace(record, seen_ordinal=self._ordinal, connected=False)
+            self._write_later(worker_id)
 
     async def _write_worker(self, record: WorkerRecord) -> None:
         self.records.pop(record.worker_id, None)
         self.records[record.worker_id] = record
-        await self.store.put_worker(record)
+        self._unwritten[record.worker_id] = None
+        await self.write_workers()
         while len(self.records) > KNOWN_WORKERS_MAX:
             oldest = next((r for r in self.records.values() if self.members.get(r.worker_id) is None), None)
             if oldest is None:
@@ -222,7 +235,51 @@ class MasterState:
     async def forget_worker(self, worker_id: WorkerId) -> None:
         """It cannot have blocks any more."""
         if self.records.pop(worker_id, None) is not None:
-            await self.store.delete_worker(worker_id)
+            self._unwritten[worker_id] = None
+            await self.write_workers()
+
+    def _write_later(self, worker_id: WorkerId) -> None:
+        self._unwritten[worker_id] = None
+        self.write_wanted.set()
+
+    async def write_workers(self) -> bool:
+        """Writes the records of workers that the store does not have yet. False: it is away, they wait here; sessions go on."""
+        for worker_id in list(self._unwritten):
+            if worker_id not in self._unwritten:
+                continue  # another call is at it
+            del self._unwritten[worker_id]
+            record = self.records.get(worker_id)
+            try:
+                if record is None:
+                    await self.store.delete_worker(worker_id)
+                else:
+                    await self.store.put_worker(record)
+            except BaseException as error:
+                self._write_later(worker_id)
+                if isinstance(error, StoreUnavailable | Fenced):
+                    return False
+                raise
+        return True
+
+    async def rewrite(self) -> None:
+        """Writes all that must survive into a store that was set back and has lost writes which it had confirmed. What it still
+        has right is left alone; may be repeated."""
+        async with self._creating, self._logging:
+            stored = {record.spec.uid: record for record in await self.store.namespaces()}
+            for uid in stored.keys() - self.namespaces.keys():
+                await self.store.delete_namespace(uid)
+            for uid, namespace in list(self.namespaces.items()):
+                before = stored.get(uid)
+                if before is None or before != NamespaceRecord(namespace.spec, namespace.ordinal):
+                    await self.store.put_namespace(NamespaceRecord(namespace.spec, namespace.ordinal))
+                there = await self.store.removals(uid)
+                own = namespace.log.entries
+                n_same = next((i for i, (a, b) in enumerate(zip(there, own, strict=False)) if a != b), min(len(there), len(own)))
+                for removal in own[n_same:]:
+                    await self.store.log_removal(uid, removal, first_seq=own[0].seq)
+            away = [worker.worker_id for worker in await self.store.workers() if worker.worker_id not in self.records]
+            self._unwritten.update(dict.fromkeys([*away, *self.records]))
+        await self.write_workers()
 
     # --- drains ---------------------------------------------------------------------------------------------------------
 
@@ -239,7 +296,9 @@ class MasterState:
         record = self.records.get(worker_id)
         if record is None:
             raise KVPoolError(f"worker {worker_id!r} is just coming or going; try again")
-        await self._write_worker(replace(record, draining=draining, drain_rate_bytes=rate_bytes if draining else 0))
+        record = replace(record, draining=draining, drain_rate_bytes=rate_bytes if draining else 0)
+        await self.store.put_worker(record)  # before it is known here: an operator hears at once that the store is away
+        self.records[worker_id] = record
         extra = self.extras.get(worker_id)
         if extra is not None:
             extra.drain = None
@@ -261,8 +320,9 @@ class MasterState:
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is away for good: no removal waits for it. Should it come back all the same, it is told what it missed."""
+        await self.store.delete_worker(worker_id)
         self.settle(self.members.leave(worker_id))
-        await self.forget_worker(worker_id)
+        self.records.pop(worker_id, None)
         log.info("event=worker_forgotten worker=%s reason=operator", worker_id)
 
     def settle(self, change: Change) -> None:
@@ -384,14 +444,15 @@ class MasterState:
     async def log_removal(self, namespace: Namespace, keys: bytes, *, everything: bool) -> Removal:
         """Writes the removal down. From its end to the caller's next wait nothing else runs on the loop: the caller tells the
         workers before it waits, and a worker that says hello later finds it in the log."""
-        removal = Removal(namespace.log.seq + 1, keys, everything)
-        first_seq = removal.seq if everything else namespace.log.first_seq
-        await self.store.log_removal(namespace.spec.uid, removal, first_seq=first_seq)
-        self.namespace(namespace.spec.uid)  # deleted meanwhile: NamespaceNotFound
-        namespace.log.append(removal)
-        namespace.spec = replace(namespace.spec, removal_seq=removal.seq)
-        self.counts.removals += 1
-        return removal
+        async with self._logging:
+            removal = Removal(namespace.log.seq + 1, keys, everything)
+            first_seq = removal.seq if everything else namespace.log.first_seq
+            await self.store.log_removal(namespace.spec.uid, removal, first_seq=first_seq)
+            self.namespace(namespace.spec.uid)  # deleted meanwhile: NamespaceNotFound
+            namespace.log.append(removal)
+            namespace.spec = replace(namespace.spec, removal_seq=removal.seq)
+            self.counts.removals += 1
+            return removal
 
     def take_out(self, namespace: Namespace, removal: Removal) -> tuple[bytearray, int]:
         """The removed keys leave the index. Returns u8 [n] of which were there, and how many keys that are in all."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import kvpool
-from kvpool.errors import BY_CODE, ERROR_CODE_KEY, GRPC_STATUS, DeadlineExceeded, KVPoolError, MasterUnavailable
+from kvpool.errors import BY_CODE, ERROR_CODE_KEY, GRPC_STATUS, LEADER_KEY, DeadlineExceeded, KVPoolError, MasterUnavailable
+from kvpool.quantities import split_address
 
 if TYPE_CHECKING:
     import grpc
@@ -137,7 +138,10 @@ def status_of(error: KVPoolError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
     import grpc
 
     status: grpc.StatusCode = getattr(grpc.StatusCode, GRPC_STATUS.get(error.code, "INTERNAL"))
-    return status, str(error)[:MESSAGE_TEXT_MAX], ((ERROR_CODE_KEY, error.code),)
+    metadata = [(ERROR_CODE_KEY, error.code)]
+    if isinstance(error, MasterUnavailable) and error.leader:
+        metadata.append((LEADER_KEY, error.leader))
+    return status, str(error)[:MESSAGE_TEXT_MAX], tuple(metadata)
 
 
 def error_of(error: grpc.RpcError, *, address: str = "") -> KVPoolError:
@@ -147,9 +151,12 @@ def error_of(error: grpc.RpcError, *, address: str = "") -> KVPoolError:
 
     call: Any = error
     text = call.details() if hasattr(call, "details") else str(error)
-    for name, value in _metadata(call):
-        if name == ERROR_CODE_KEY:
-            return BY_CODE.get(str(value), KVPoolError)(text)
+    metadata = dict(_metadata(call))
+    if ERROR_CODE_KEY in metadata:
+        found = BY_CODE.get(str(metadata[ERROR_CODE_KEY]), KVPoolError)(text)
+        if isinstance(found, MasterUnavailable):
+            found.leader = _address(metadata.get(LEADER_KEY))
+        return found
     code = call.code() if hasattr(call, "code") else None
     at = f" at {address}" if address else ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -172,6 +179,15 @@ def error_of(error: grpc.RpcError, *, address: str = "") -> KVPoolError:
 def raise_for(error: grpc.RpcError, *, address: str = "") -> NoReturn:
     """Raises the kvpool error behind a failed call."""
     raise error_of(error, address=address) from error
+
+
+def _address(value: object) -> str:
+    """An address that came from the wire; "" for anything that is none."""
+    try:
+        split_address(str(value))
+    except ValueError:
+        return ""
+    return str(value)
 
 
 def _metadata(call: Any) -> Iterator[tuple[str, Any]]:

@@ -24,10 +24,10 @@ from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.removals import Removal
 from kvpool.core.types import Epoch, NamespaceUid, WorkerId
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import ConfigError, Fenced, KVPoolError, StoreUnavailable
 from kvpool.master import redis_scripts as scripts
 from kvpool.master.election import Elector
-from kvpool.master.redis_link import CONNECTIONS_MAX, Fenced, StoreDamaged, StoreUnavailable
+from kvpool.master.redis_link import CONNECTIONS_MAX, StoreDamaged
 from kvpool.master.redis_store import RedisStore
 from kvpool.master.store import NamespaceRecord, WorkerRecord
 from tests.support.lease_model import TERMS, ModelStore

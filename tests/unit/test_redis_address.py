@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.master.redis_link import parse, without_password
+from kvpool.master.redis_link import parse
+from kvpool.quantities import without_password
 
 SECRET = "hush%21/w@rd"
 
