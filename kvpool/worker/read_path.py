@@ -206,9 +206,8 @@ class Read:
                     self.node.table.corrupt(block, Tiers.DRAM)
                     self.node.after_decision()
                 raise TierError(Trouble.DAMAGED, "a block in DRAM differs from its checksum")
-            if self._needs_range_sum:
-                start, stop = self.message.offset, self.message.offset + self.message.length
-                self.range_sums[i] = xxhash.xxh3_64_intdigest(self._view(i)[start:stop]).to_bytes(8, "little")
+            if self._needs_range_sum or (self.message.length and i in self.staged):
+                self.range_sums[i] = self._range_sum(i)
         except TierError as error:
             self.codes[i] = miss_code(block.gone or _CAUSES.get(error.trouble, MissCause.UNKNOWN))
             self.node.count_read_trouble(self.spec.uid, error)
@@ -222,8 +221,16 @@ class Read:
             return
         if self._gone:
             self._release()
-        else:
+            return
+        try:
             self._answer()
+        except Exception:
+            self.connection.close("internal")  # nobody shall wait for an answer that cannot be made
+            raise
+
+    def _range_sum(self, i: int) -> bytes:
+        start, stop = self.message.offset, self.message.offset + self.message.length
+        return xxhash.xxh3_64_intdigest(self._view(i)[start:stop]).to_bytes(8, "little")
 
     # --- the answer -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +261,9 @@ class Read:
             block = self.blocks[i]
             assert block is not None
             staged = self.staged.get(i)
-            made = self.range_sums[i] if length else staged.sums if staged is not None else block.sums
+            made = staged.sums if staged is not None else block.sums
+            if length:  # (of SHARED ones that could not be held none was made yet)
+                made = self.range_sums.get(i) or self._range_sum(i)
             assert made is not None
             sums.append(made)
             n_sums[i] = len(made) // 8

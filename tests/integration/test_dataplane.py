@@ -184,6 +184,21 @@ def test_a_byte_range_of_every_block(worker: WorkerNode, flags: Flag) -> None:
         assert answer.sums.tolist() == [xxhash.xxh3_64_intdigest(part) for part in parts]
 
 
+def test_byte_ranges_of_ssd_blocks_that_find_no_room_in_dram(make_worker: Callable[..., WorkerNode], tmp_path: Path) -> None:
+    """A SHARED answer has inline parts then, each with its sum."""
+    worker = make_worker(dram=4 * 16384, ssd=f"{tmp_path / 'ssd'}:64MiB")
+    spec = worker.fixed_namespace()
+    with worker.unix() as client:
+        for start in range(0, 16, 2):
+            batch, blocks = chain(spec, "a", 2, start=start), blocks_of(spec, "a", 2, start=start)
+            assert client.write(batch, blocks, chunk_bytes=spec.chunk_bytes) == STORED * 2
+        answer, payload = client.read(chain(spec, "a", 16), offset=8000, length=400, flags=Flag.SHARED)
+        inline = [i for i, code in enumerate(codes(answer)) if code == INLINE]
+        parts = [block[8000:8400] for i, block in enumerate(blocks_of(spec, "a", 16)) if i in inline]
+        assert len(inline) >= 12 and payload == b"".join(parts)
+        assert answer.sums.tolist() == [xxhash.xxh3_64_intdigest(part) for part in parts]
+
+
 def test_a_range_past_a_block_is_rejected_and_past_the_namespace_refused(worker: WorkerNode) -> None:
     spec = worker.namespace(block_bytes=1000)
     with worker.tcp() as client:
