@@ -821,7 +821,7 @@ def test_B58_a_prefix_gets_no_hole_and_its_tail_goes_first(make_cluster: MakeClu
     """Both tiers: the pool is what both have; a disk may keep what was used before rather than take what was used once. Some
     blocks of the tail may outlive their parents there: those that were being written down just when it was their turn to go."""
     block, n, room, stray = 64 * KIB, 128, 256, 16 if ssd else 0
-    cluster = make_cluster(dram="4MiB" if ssd else "16MiB", ssd="13MiB" if ssd else None)
+    cluster = make_cluster(dram="8MiB" if ssd else "16MiB", ssd="9MiB" if ssd else None)
     client = cluster.connect()
     ns = client.namespace("b58", opaque(block), create=True)
     hashes, data = ns.hash(range(n)), payloads(range(n), size=block)
