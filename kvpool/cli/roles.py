@@ -16,7 +16,7 @@ Port = Annotated[int | None, typer.Option("--port", metavar="P", help="Port; 0: 
 HttpPort = Annotated[int | None, typer.Option("--http-port", metavar="P", help="Port of metrics and health; 0: any free one.")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", metavar="FILE", help="File with the shared token.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow another address than 127.0.0.1 without a token.")]
-DrainTimeout = Annotated[str | None, typer.Option("--drain-timeout", metavar="TIME", help="Longest wait for what is under way.")]
+DrainTimeout = Annotated[str | None, typer.Option("--drain-timeout", metavar="TIME", help="How long a stop may take [10s].")]
 DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Directory of what outlives the process.")]
 MasterAddress = Annotated[str | None, typer.Option("--master", metavar="HOST:PORT", help="The master [KVPOOL_MASTER].")]
 Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Its state's home [LMDB in the data directory].")]

@@ -14,6 +14,7 @@ from kvpool.cli.common import (
     print_json,
     table,
 )
+from kvpool.cli.drain import drain_json, words_of
 
 if TYPE_CHECKING:
     from kvpool.v1 import master_pb2 as pb
@@ -37,6 +38,9 @@ def status(
     leader, n_replicas = facts["leader"] or asked.address, facts["index"]["replicas"]
     print(f"master {leader}, epoch {facts['epoch']}, {n_replicas} replicas indexed{rebuilding}\n")
     table(("WORKER", "STATE", "ADDRESS", "TIER", "USED", "OF", "BLOCKS", "TIER STATE"), _worker_rows(facts), empty="no workers")
+    for worker in facts["workers"]:
+        if worker["drain"] is not None:
+            print(f"{worker['id']}: {words_of(worker)}")
     print()
     rows = [(n["name"], format_bytes(n["block_bytes"]), n["blocks"], format_bytes(n["bytes"])) for n in facts["namespaces"]]
     table(("NAMESPACE", "BLOCK", "BLOCKS", "BYTES"), rows, empty="no namespaces")
@@ -68,6 +72,7 @@ def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
                 "pid": worker.pid,
                 "version": worker.version,
                 "tiers": tiers,
+                "drain": drain_json(worker),
             }
         )
     namespaces = [
