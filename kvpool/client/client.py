@@ -27,7 +27,7 @@ from kvpool.v1 import master_pb2 as pb
 if TYPE_CHECKING:
     from kvpool.config import ClientSettings
 
-STATES = ("joining", "up", "suspect", "down")
+STATES = ("joining", "up", "suspect", "down", "draining", "drained")
 CONNECT_MS = 5_000
 
 
@@ -66,6 +66,9 @@ class Client:
         options = LinkOptions(transport=settings.transport, token=token, client=f"{socket.gethostname()}:{os.getpid()}",
                               host_id=own_host, lanes=settings.lanes)  # fmt: skip
         master, peers = MasterLink(settings.master, token=token), Peers(host_id=own_host, options=options)
+        peers.on_unusable = lambda peer: master.tell(
+            "ReportPeer", pb.ReportPeerRequest(worker_id=peer.worker_id, incarnation=peer.incarnation)
+        )
         mirror = Mirror(master, peers, bytes_max=settings.mirror_bytes_max) if settings.mirror else None
         self._context = Context(master=master, peers=peers, mirror=mirror, host_id=own_host,
                                 verify=settings.verify == "always", transport=settings.transport)  # fmt: skip

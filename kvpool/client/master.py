@@ -10,6 +10,7 @@ after a round of all of them there is a pause. Answers of a leader of the past a
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -200,6 +201,13 @@ class MasterLink:
             if answer is not None or pending is None or not pending.moved:
                 return answer
         return None
+
+    def tell(self, method: str, request: Any) -> None:
+        """Sends what nobody waits for; lost when the master is away."""
+        if self._breaker.usable(time.monotonic() * 1e3):
+            with contextlib.suppress(grpc.RpcError, ValueError, InvalidArgument):
+                future = getattr(self.stub, method).future(request, timeout=CALL_MS / 1e3)
+                future.add_done_callback(lambda _: None)  # keeps the call alive until it has ended
 
     def heard(self, stub: Any, epoch: int) -> bool:
         """The master behind `stub` has just said something. False: it is a leader of the past, which must not be listened to."""

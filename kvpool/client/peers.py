@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, attempt_ms
+from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, BreakerState, attempt_ms
 from kvpool.core.placement import RAMP_MS, Candidate, share
 from kvpool.core.types import MissCause, WorkerId
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, WorkerAddress, WorkerLink
@@ -81,6 +81,7 @@ class Peers:
         self._by_number: dict[int, Peer] = {}
         self._newest: dict[str, Peer] = {}  # worker id -> its latest incarnation
         self._closed = False
+        self.on_unusable: Callable[[Peer], None] | None = None  # when a breaker opens; must not wait
 
     # --- who there is ---------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Peers:
             if self._newest.get(info.worker_id) is peer:
                 peer.state = state
             peer.free_bytes, peer.capacity_bytes = free_bytes, capacity_bytes
-            peer.up_since_ms = time.monotonic() * 1e3 - up_ms
+            peer.up_since_ms = self._now_s() * 1e3 - up_ms
         if ended is not None:
             self._end(ended)
         return peer
@@ -219,15 +220,20 @@ class Peers:
 
     def note(self, peer: Peer, error: LinkError, *, patience_ms: float) -> None:
         """A failure in the breaker's book. `patience_ms`: how long the worker was waited for."""
+        opened = False
         with peer.lock:
             if error.cause is LinkCause.RESTARTED:
                 peer.state = STATE_DOWN  # this incarnation does not come back
             if error.cause is LinkCause.TIMEOUT and patience_ms < COUNTED_TIMEOUT_MS:
                 return
             if error.cause in _UNREACHABLE or error.cause is LinkCause.TIMEOUT:
+                before = peer.breaker.state
                 peer.breaker.failed(self._now_s() * 1e3, miss_of(error))
+                opened = before is BreakerState.CLOSED and peer.breaker.state is BreakerState.OPEN
             else:
                 peer.breaker.succeeded()
+        if opened and self.on_unusable is not None and not self._closed:
+            self.on_unusable(peer)
 
     def all(self) -> Iterable[Peer]:
         with self._lock:
