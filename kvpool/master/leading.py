@@ -159,8 +159,13 @@ class TermStore:
 class Leadership:
     """This master's part, on its loop: `run` makes and ends terms as the standing changes; `confirm` is asked by every call."""
 
-    def __init__(self, store: RedisStore, elector: Elector, *, settings: Limits, address: str, now_ms: Callable[[], int]) -> None:
+    def __init__(
+        self, store: RedisStore, elector: Elector, *, settings: Limits, address: str, now_ms: Callable[[], int],
+        tell: Callable[[bool], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        """`tell`: whether this master serves now, at each change, for its health service."""
         self.elector = elector
+        self._tell = tell
         self.term: Term | None = None
         self._store = store
         self._settings, self._address, self._now_ms = settings, address, now_ms
@@ -236,6 +241,7 @@ class Leadership:
             await term.end()
             return
         self.term = term
+        await self._tell(True)
         log.info("event=leading epoch=%d namespaces=%d known_workers=%d", epoch, len(term.state.namespaces),
                  len(term.state.records))  # fmt: skip
 
@@ -243,6 +249,7 @@ class Leadership:
         term, self.term = self.term, None
         if term is not None:
             term.close(reason)
+            await self._tell(False)
             await term.end()
 
     async def _mend(self) -> None:

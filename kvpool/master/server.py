@@ -50,6 +50,7 @@ STOP_MAX_S: Final = 8.0  # then the process ends whatever is left
 TOKEN_BYTES_MAX: Final = 4096
 ID_CHARS_MAX: Final = 64
 AGENTS_MAX: Final = 256  # user agents remembered
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["Master"].full_name
 _OPEN_TO_ALL: Final = "/grpc.health.v1.Health/"
 
 
@@ -181,12 +182,14 @@ class Master:
         self.http_address = _join(_reachable(s.http_host), self._http_socket.getsockname()[1])
         if isinstance(store, RedisStore):
             elector = Elector(store, address=self.address, terms=store.terms)
-            self._leadership = Leadership(store, elector, settings=limits, address=self.address, now_ms=now_ms)
-            await _register(self._server, Front(self._leadership))
+            health = await _register_health(self._server, serves=False)
+            self._leadership = Leadership(store, elector, settings=limits, address=self.address, now_ms=now_ms, tell=health)
+            _register(self._server, Front(self._leadership))
         else:
             assert self._term is not None
             self._term.state.leader = self.address
-            await _register(self._server, self._term.service)
+            await _register_health(self._server, serves=True)
+            _register(self._server, self._term.service)
         await self._server.start()
         self._http = HttpServer(application(self._leading, leader=self._leader, store=self._store_metrics), self._http_socket)
         self._http.start()
@@ -277,18 +280,30 @@ def _add_port(server: Any, host: str, port: int) -> int:
     return bound
 
 
-async def _register(server: Any, service: pb_grpc.MasterServicer) -> None:
+async def _register_health(server: Any, *, serves: bool) -> Callable[[bool], Awaitable[None]]:
+    """The health service: the process is well; of the Master service it says whether this master leads. What it returns changes
+    that."""
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+    servicer: Any = getattr(health, "aio").HealthServicer()  # noqa: B009
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    states = health_pb2.HealthCheckResponse
+
+    async def tell(leads: bool) -> None:
+        await servicer.set(SERVICE, states.SERVING if leads else states.NOT_SERVING)
+
+    await servicer.set("", states.SERVING)
+    await tell(serves)
+    return tell
+
+
+def _register(server: Any, service: pb_grpc.MasterServicer) -> None:
+    from grpc_health.v1 import health_pb2
     from grpc_reflection.v1alpha import reflection
 
     generated: Any = pb_grpc
     generated.add_MasterServicer_to_server(service, server)
-    health_servicer: Any = getattr(health, "aio").HealthServicer()  # noqa: B009
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    name = pb.DESCRIPTOR.services_by_name["Master"].full_name
-    for service_name in ("", name):
-        await health_servicer.set(service_name, health_pb2.HealthCheckResponse.SERVING)
-    names = (name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
 
 

@@ -4,6 +4,9 @@
        ▲                                   (one after the other, in a thread of its own)             heartbeats, tasks
        └──────────── lost, refused, silent: again after 100-500 ms, for ever; the data plane goes on meanwhile
 
+With several masters the next one is tried at once, or the one that is said to lead (`core.leaders`); there is a pause after a
+round of all of them. While a leader says that its lease is over, the others are asked whether one of them leads now.
+
 Owns the gRPC stream and its order. Not: what is reported (`core.session`), what a removal does (`node`). Runs on the main loop;
 everything slow (disk, locks held long) runs in one thread, so that heartbeats never wait for it.
 
@@ -27,9 +30,10 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 
 import kvpool
+from kvpool.core.leaders import LeaderSearch
 from kvpool.core.session import SESSION_PROTOCOL, Report
 from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, NamespaceUid
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, MasterUnavailable
 from kvpool.master.wire import spec_from_proto
 from kvpool.transport.host import host_id
 from kvpool.transport.rpc import auth_metadata, error_of, open_channel
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 3.0  # from the attempt to connect to the welcome
+CONNECT_S: Final = 0.5  # where there are other masters to try: one that is stopped accepts connections and says nothing
+ELSEWHERE_S: Final = 1.0  # between two looks for another leader while this one's lease is over
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["Master"].full_name
+PASSING: Final = frozenset(("master_unavailable", "store_unavailable", "fenced"))  # refusals of a master that stops or is deposed
 RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 0.5
 REFUSED_RETRY_S: Final = 2.0  # a wrong token or version does not get right by asking often
@@ -54,9 +62,13 @@ VERSION: Final = getattr(kvpool, "__version__", "0.1.0")
 
 
 class Refused(KVPoolError):
-    """The master does not want this worker; the message says why."""
+    """The master does not want this worker; the message says why. `passing`: it, or another master, may want it very soon."""
 
     code = "refused"
+
+    def __init__(self, text: str, *, passing: bool) -> None:
+        super().__init__(text)
+        self.passing = passing
 
 
 class Agent:
@@ -77,7 +89,9 @@ class Agent:
         self.first = asyncio.Event()
         self.last_error = ""
         self.counters = {"sessions": 0, "session_errors": 0, "inventories": 0, "removal_tasks": 0, "reports_sent": 0}
-        self._addresses = [part.strip() for part in settings.master.split(",")]
+        self._search = LeaderSearch([part.strip() for part in settings.master.split(",")])
+        self._connect_s = CONNECT_S
+        self._lapsed = False  # the master's lease is over, as it says itself
         self._metadata = auth_metadata(token)
         self._info = pb.HolderInfo(
             worker_id=node.worker_id, incarnation=node.incarnation, host_id=host_id(), address=address, unix_name=unix_name
@@ -114,27 +128,30 @@ class Agent:
     async def run(self) -> None:
         """Sessions, one after the other."""
         delay = RETRY_S_MIN
-        attempt = 0
         try:
             while self._leaving is None:
-                address = self._addresses[attempt % len(self._addresses)]
-                attempt += 1
+                address = self._search.current
                 started = self._now_s()
-                wait_s = delay
+                wait_s, hint = delay, ""
                 try:
                     await self._session(address)
                     self.last_error = f"the master at {address} ended the session"
                 except Refused as error:
                     self._note(str(error))
-                    wait_s = REFUSED_RETRY_S
+                    wait_s = delay if error.passing else REFUSED_RETRY_S
                 except grpc.RpcError as error:
                     reason = error_of(error, address=address)
                     self._note(str(reason))
                     wait_s = delay if reason.retryable else REFUSED_RETRY_S
-                except (TimeoutError, OSError, KVPoolError) as error:
+                    hint = reason.leader if isinstance(reason, MasterUnavailable) else ""
+                except (TimeoutError, OSError, KVPoolError, asyncio.InvalidStateError) as error:  # at last: a write on its end
                     self._note(f"the master at {address}: {error or 'no answer in time'}")
+                    hint = error.leader if isinstance(error, MasterUnavailable) else ""
                 if self._leaving is not None:
                     return
+                if not self._search.failed(hint):
+                    continue
+                self._connect_s = min(HELLO_TIMEOUT_S, 1.5 * self._connect_s)
                 await asyncio.sleep(wait_s * self._chance.uniform(0.8, 1.2))
                 lasted = self._now_s() - started > HELLO_TIMEOUT_S
                 delay = RETRY_S_MIN if lasted else min(RETRY_S_MAX, delay * 1.5)
@@ -164,7 +181,8 @@ class Agent:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 with node.lock:
                     next_seq = node.reporter.next_seq
-                await call.write(pb.WorkerMessage(hello=self._hello(next_seq)))
+                async with asyncio.timeout(self._connect_s if self._search.several else HELLO_TIMEOUT_S):
+                    await call.write(pb.WorkerMessage(hello=self._hello(next_seq)))
                 message = await call.read()
             if message is _EOF:
                 await _raise_end(call)
@@ -183,7 +201,8 @@ class Agent:
             tasks.put_nowait(lambda: self._apply_welcome(message.welcome))
             if message.welcome.inventory_wanted or next_seq == 0:
                 tasks.put_nowait(self._queue_inventory)
-            self.registered, self.master = True, address
+            self.registered, self.master, self._lapsed = True, address, False
+            self._connect_s = CONNECT_S
             self._drain(message.welcome.drain)
             self.counters["sessions"] += 1
             self.last_error = ""
@@ -194,6 +213,7 @@ class Agent:
                 asyncio.create_task(self._write(call)),
                 asyncio.create_task(self._work(tasks)),
                 asyncio.create_task(self._watch_silence()),
+                asyncio.create_task(self._look_elsewhere()),
             ]
             done, _ = await asyncio.wait(group, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -233,7 +253,9 @@ class Agent:
                 return
             self._heard(message)
             kind = message.WhichOneof("message")
-            if kind == "ack":
+            if kind == "heartbeat":
+                self._lapsed = not message.heartbeat
+            elif kind == "ack":
                 self.node.on_ack(message.ack.seq)
                 self.wake()  # the window has room again
             elif kind == "remove":
@@ -294,12 +316,27 @@ class Agent:
             if silent and self.node.listed.up:
                 log.warning("event=master_silent seconds=%.1f", self._now_s() - self._heard_at)
                 self.node.listed.set_session(up=False)
+                if self._search.several:
+                    raise KVPoolError(f"it said nothing for {self._now_s() - self._heard_at:.1f} s")
             elif not silent and not self.node.listed.up:
                 self.node.listed.set_session(up=True)
 
+    async def _look_elsewhere(self) -> None:
+        """A leader that cannot reach the store goes on with what it has. Another one may have been elected meanwhile."""
+        while True:
+            await asyncio.sleep(ELSEWHERE_S)
+            for address in self._search.addresses if self._lapsed else ():
+                if address != self.master and await _leads(address):
+                    error = MasterUnavailable(f"its lease is over, and the master at {address} leads")
+                    error.leader = address
+                    raise error
+
     def _heard(self, message: pb.MasterMessage) -> None:
         self._heard_at = self._now_s()
-        self._epoch = message.epoch or self._epoch
+        epoch = message.epoch or self._epoch
+        if not self._search.accepts(epoch, now_s=self._heard_at):
+            raise KVPoolError(f"it leads epoch {epoch}, which is over: epoch {self._epoch} was seen")
+        self._epoch = epoch
 
     def _heartbeat(self) -> pb.Heartbeat:
         return pb.Heartbeat(tiers=self.node.tier_status(), drain=self.drain_status())
@@ -310,7 +347,8 @@ class Agent:
 
     def _check_refused(self, message: pb.MasterMessage) -> None:
         if message.WhichOneof("message") == "refused":
-            raise Refused(f"the master refuses this worker: {message.refused.reason} ({message.refused.code})")
+            code = message.refused.code
+            raise Refused(f"the master refuses this worker: {message.refused.reason} ({code})", passing=code in PASSING)
 
     def _take(self) -> pb.Report | None:
         with self.node.lock:
@@ -385,6 +423,21 @@ class Agent:
         self._outbox.extend(pb.WorkerMessage(inventory=part) for part in parts)
         self._making_inventory = False
         self.wake()
+
+
+async def _leads(address: str) -> bool:
+    """Whether the master there says that it leads."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    channel = open_channel(address, aio=True)
+    try:
+        make: Any = health_pb2_grpc.HealthStub
+        answer = await make(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=CONNECT_S)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    except grpc.RpcError:
+        return False
+    finally:
+        await channel.close()
 
 
 async def _raise_end(call: Any) -> None:
