@@ -1,1 +1,1 @@
-"""What decides in kvpool. Pure: no I/O, clock, thread, lock, environment or logging; imports the standard library, numpy and xxhash."""
+"""What decides in kvpool. Pure: no I/O, clock, thread, lock, environment or log; imports the standard library, numpy, xxhash."""
