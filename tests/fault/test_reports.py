@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import resource
@@ -45,7 +46,7 @@ from tests.support.raw_client import RawClient, write_meta
 from tests.support.scale import FULL, scaled
 from tests.support.waiting import pause, wait_until
 
-pytestmark = [pytest.mark.reports, pytest.mark.timeout(1200)] if FULL else [pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.reports, pytest.mark.timeout(1800)] if FULL else [pytest.mark.timeout(60)]
 
 MakeCluster = Callable[..., Cluster]
 Connect = Callable[..., kvpool.Client]
@@ -443,25 +444,26 @@ def test_B65_the_same_key_twice_in_one_batch(connect: Connect, transport: str, m
 # --- lifetime ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["get", "batch", "prefix under a hold", "range", "ssd"])
-def test_B05_a_slow_get_outlives_every_lease(make_cluster: MakeCluster, make_proxy: Callable[..., Any], way: str) -> None:
+@pytest.mark.parametrize("ways", [("get", "batch", "prefix under a hold", "range"), ("ssd",)], ids=["memory", "ssd"])
+def test_B05_a_slow_get_outlives_every_lease(make_cluster: MakeCluster, make_proxy: Callable[..., Any],
+                                             ways: Sequence[str]) -> None:  # fmt: skip
     """No GPU here, and no copies between workers in this version; a hold of 500 ms ends in the middle of the transfer."""
     n, rounds = scaled(4, 32), scaled(1, 50)
-    cluster = make_cluster(dram=f"{2 * n}MiB", ssd=f"{3 * n}MiB" if way == "ssd" else None, worker_args=RELAYED)
+    cluster = make_cluster(dram=f"{2 * n}MiB", ssd=f"{3 * n}MiB" if "ssd" in ways else None, worker_args=RELAYED)
     worker = cluster.worker()
     proxy = relayed(make_proxy, worker)
     reader = cluster.connect(transport="tcp").namespace("b05", opaque(n * MIB), create=True, hash="external")
     blocks = cluster.connect(transport="tcp").namespace("b05-batch", opaque(MIB), create=True)
     writer, churn = cluster.connect(transport="shm"), keyed(cluster.connect(transport="shm"), "churn", MIB)
     big, chain = keyed(writer, "b05", n * MIB), writer.namespace("b05-batch", opaque(MIB))
-    whole = way in ("get", "ssd")
-    served = 0
+    numbers = itertools.count()
+    served = dict.fromkeys(ways, 0)
 
-    def evict(turn: int) -> None:
-        store(churn, turn, deadline_ms=5_000)
+    def evict(_: int) -> None:
+        store(churn, next(numbers), deadline_ms=5_000)
 
-    def slowly() -> int:
-        if whole:
+    def slowly(way: str) -> int:
+        if way in ("get", "ssd"):
             return int(read(reader, "k", deadline_ms=60_000))
         length = (100_000, 900_000) if way == "range" else (0, MIB)
         out = np.full((n, length[1]), GUARD, np.uint8)
@@ -476,9 +478,9 @@ def test_B05_a_slow_get_outlives_every_lease(make_cluster: MakeCluster, make_pro
         assert got.n_blocks == n or got.miss is not None
         return got.n_blocks
 
-    for _ in range(rounds):
+    for way in [*ways] * rounds:
         proxy.pass_on()
-        if whole:
+        if way in ("get", "ssd"):
             assert store(big, "k", deadline_ms=20_000).n_there == 1
             if way == "ssd":
                 for turn in range(2 * n):
@@ -487,10 +489,10 @@ def test_B05_a_slow_get_outlives_every_lease(make_cluster: MakeCluster, make_pro
             assert chain.put(chain.hash(range(n)), payloads(range(n), size=MIB), deadline_ms=20_000).n_there == n
         proxy.pass_on(bytes_per_s=scaled(4, 8) * MIB)
         with meanwhile(evict) as turns:
-            served += slowly()
+            served[way] += slowly(way)
             assert turns[0], "others put meanwhile"
         wait_until(lambda: settled(worker))
-    assert served, "some were served whole"
+    assert all(served.values()), "some were served whole"
 
 
 STOPPED_READER = """
@@ -547,7 +549,7 @@ def test_B05_a_reader_that_was_stopped_serves_no_other_keys_bytes(make_cluster: 
 
 
 def test_B12_promises_without_a_read_end_by_themselves(make_cluster: MakeCluster) -> None:
-    n, rounds, ttl_ms, chance = 32, scaled(120, 1000), scaled(500, 2000), random.Random(12)
+    n, rounds, ttl_ms, chance = 32, scaled(80, 1000), scaled(500, 2000), random.Random(12)
     cluster = make_cluster(dram="64MiB")
     worker = cluster.worker()
     client = cluster.connect()
@@ -850,7 +852,7 @@ def test_B58_a_prefix_gets_no_hole_and_its_tail_goes_first(make_cluster: MakeClu
     found: list[bool] = []
     for turn in range(0, 16 * room, 16):  # the policy may prefer what was used often, for a while
         assert store(other, *range(turn, turn + 16), deadline_ms=20_000).n_there == 16
-        if turn >= room - n // 2:
+        if turn >= room - n // 2 and turn % 64 == 0:
             found = there()
             kept = found.index(False) if False in found else n
             assert sum(found[kept:]) <= stray, f"no prefix: {''.join('.x'[one] for one in found)}"
@@ -951,7 +953,7 @@ def test_B43_batches_of_any_number_of_keys(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(dram=scaled("64MiB", "512MiB"))
     client = cluster.connect()
     deadline: dict[str, Any] = {"deadline_ms": scaled(30_000, 300_000)}
-    for n in (1, 1_000, *scaled((20_000,), (10_000, 100_000, 1_000_000))):
+    for n in (1, 1_000, *scaled((17_000,), (10_000, 100_000, 1_000_000))):
         ns = client.namespace(f"b43-{n}", TINY, create=True, hash="external")
         rows = np.arange(n * 32, dtype=np.uint16).reshape(n, 32).view(np.uint8)
         hashes = ns.hashes([i.to_bytes(8, "little") * 8 for i in range(n)])
@@ -965,7 +967,7 @@ def test_B43_batches_of_any_number_of_keys(make_cluster: MakeCluster) -> None:
         for call in (lambda: ns.hold(hashes), lambda: ns.put_session(hashes)):
             with pytest.raises(InvalidArgument, match=str(MAX_BATCH_KEYS)):
                 call()
-        if n >= scaled(20_000, 100_000):
+        if n >= scaled(17_000, 100_000):
             listed = run_cli("ls", ns.name, "--limit", min(n, 500_000), "--json", "--master", cluster.master_address,
                              "--deadline", "120s", timeout_s=300)  # fmt: skip
             assert len(json.loads(listed.stdout)["blocks"]) == min(n, 500_000), listed.stderr
@@ -1193,7 +1195,7 @@ def test_B56_scans_and_garbage_on_every_port(make_cluster: MakeCluster) -> None:
 
 
 def test_B57_long_calls_leave_room_for_short_ones(make_cluster: MakeCluster, make_proxy: Callable[..., Any]) -> None:
-    n_long, seconds, bulk = scaled(14, 20), scaled(3.0, 60.0), scaled(32, 512)
+    n_long, seconds, bulk = scaled(14, 20), scaled(2.0, 60.0), scaled(32, 512)
     cluster = make_cluster(dram=f"{2 * bulk + 64}MiB", worker_args=RELAYED)
     worker, master = cluster.worker(), cluster.master
     assert master is not None
@@ -1324,7 +1326,7 @@ def test_B78_pings_of_idle_connections_are_no_flood(make_cluster: MakeCluster, t
         grpc.channel_ready_future(pinging).result(timeout=10)
         pinging.subscribe(states.append)
         for _ in range(scaled(1, 4)):
-            pause(scaled(2.5, 90.0))
+            pause(scaled(1.5, 90.0))
             client.stdin.write("\n")
             client.stdin.flush()
             assert float(client.stdout.readline()) < 0.1 + scaled(0.4, 0.1)
