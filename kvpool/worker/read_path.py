@@ -8,7 +8,10 @@ REJECTED (the byte range ends past the stored block; `size` says what is stored)
 that was not served; or past ANSWER_BYTES_MAX of inline or SSD bytes: ask again from there). One answer has at least one block.
 Sums of an inline whole block are those made at its put; of a byte range, one xxh3-64 made now (VERIFY: after the chunks that
 it touches were checked). SHARED hits carry sums only with VERIFY. A miss with cause `timeout`: the deadline passed, or there
-was no staging memory; `corrupt`: found now, and the copy is dropped; `unknown`: the SSD failed.
+was no staging memory, or the disk does not answer; `corrupt`: found now, and the copy is dropped; `unknown`: the SSD failed.
+
+A disk that hangs keeps threads, never an answer: shortly before the deadline what is not ready is a miss, and its memory is given
+back when the disk lets go of it; while the tier is known to hang nothing is asked of it.
 
 Several readers of one SSD block cost one read: the followers wait for the leader's and find the block promoted (or read it
 themselves when there was no room). Owns what one get does in which order; which copy is served is `core.blocks`.
@@ -26,14 +29,14 @@ from kvpool.core.frames import READ_ENTRY, Flag, FrameError, ReadAnswer, ReadReq
 from kvpool.core.hashing import chunk_sums
 from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.worker.placing import INLINE_BYTES
-from kvpool.worker.ssd_load import load
+from kvpool.worker.ssd_load import MARGIN, MARGIN_S_MAX, load
 from kvpool.worker.tiers.base import TierError, Trouble
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.connection import Connection, Request
-    from kvpool.worker.dataplane import DataPlane
+    from kvpool.worker.dataplane import DataPlane, Timer
     from kvpool.worker.tiers.ssd import StagedBlock
 
 ANSWER_BYTES_MAX: Final = 64 << 20  # inline or SSD bytes of one answer, unless its first block is larger
@@ -102,7 +105,11 @@ class Read:
         self.staged: dict[int, StagedBlock] = {}
         self.range_sums: dict[int, bytes] = {}
         self._jobs = 0
+        self._unready: set[int] = set()  # blocks that jobs have still to prepare; they only take away
+        self._late = False  # the answer was made without them
+        self._sent = False
         self._gone = False
+        self._timer: Timer | None = None
 
     def start(self) -> None:
         batch = self.message.batch
@@ -122,12 +129,16 @@ class Read:
         self.codes = bytearray([_LATER]) * n
         self.tiers = bytearray(n)
         later_from = self._cut(in_dram)
+        hangs = node.ssd is not None and not all(in_dram) and node.ssd.is_stalled
         for i, (block, cause) in enumerate(zip(pinned.blocks[:later_from], pinned.causes, strict=False)):
             if block is not None:
                 self.tiers[i] = Tiers.DRAM if in_dram[i] else Tiers.SSD
                 self.codes[i] = _INLINE
                 if self.message.offset + self.message.length > block.size:
                     self.codes[i] = _REJECTED
+                elif hangs and not in_dram[i]:
+                    self.codes[i] = miss_code(MissCause.TIMEOUT)
+                    node.count_read_trouble(self.spec.uid, TierError(Trouble.STALLED, "the device does not answer"))
             elif cause is not None:
                 self.codes[i] = miss_code(cause)
         always = self.verify or self._needs_range_sum
@@ -145,12 +156,17 @@ class Read:
         each = -(-len(todo) // n_stripes)
         stripes = [todo[at : at + each] for at in range(0, len(todo), each)]
         self._jobs = len(stripes)
+        self._unready = set(todo)
+        loop, left = self.connection.loop, self.request.deadline - time.monotonic()
+        self._timer = loop.at(self.request.deadline - min(MARGIN * max(0.0, left), MARGIN_S_MAX), self._time_up)
         submit = node.submit if all(in_dram[i] for i in todo) else node.submit_io
         for stripe in stripes:
             submit(self._prepare_in_pool, stripe)
 
     def on_close(self) -> None:
         self._gone = True
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._jobs:
             self._release()
 
@@ -182,9 +198,10 @@ class Read:
     def _prepare_in_pool(self, stripe: list[int]) -> None:
         try:
             for i in stripe:
-                if self._gone:
+                if self._gone or self._late:
                     break
                 self._prepare(i)
+                self._unready.discard(i)
         finally:
             self.connection.loop.post(self._stripe_done)
 
@@ -219,9 +236,26 @@ class Read:
         self._jobs -= 1
         if self._jobs:
             return
-        if self._gone:
+        if self._late:
+            if self._sent:
+                self._release()
+        elif self._gone:
             self._release()
+        else:
+            self._answer_or_close()
+
+    def _time_up(self) -> None:
+        """What is ready goes out now."""
+        if not self._jobs or self._gone:
             return
+        self._late = True
+        for i in list(self._unready):
+            self.codes[i] = miss_code(MissCause.TIMEOUT)
+        self._answer_or_close()
+
+    def _answer_or_close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             self._answer()
         except Exception:
@@ -292,10 +326,10 @@ class Read:
         meta = ReadAnswer(entries, np.frombuffer(b"".join(sums), dtype="<u8") if sums else _EMPTY, hold_id).encode()
         self.connection.loop.count("bytes_read_inline", total)
         if not total:
-            self._release()
+            self._on_sent()
             self.connection.answer(self.request, meta)
         else:
-            self.connection.answer(self.request, meta, payload=payload, payload_bytes=total, sent=self._release)
+            self.connection.answer(self.request, meta, payload=payload, payload_bytes=total, sent=self._on_sent)
 
     def _stop_at_first_miss(self) -> None:
         for i, code in enumerate(self.codes):
@@ -325,6 +359,12 @@ class Read:
         return hold_id
 
     # --- giving back ----------------------------------------------------------------------------------------------------
+
+    def _on_sent(self) -> None:
+        """The answer's last byte is out, or its connection is gone. Jobs that are late keep what they use until they end."""
+        self._sent = True
+        if not self._jobs:
+            self._release()
 
     def _release(self) -> None:
         for staged in self.staged.values():

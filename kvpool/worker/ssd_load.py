@@ -8,19 +8,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvpool.core.types import Tiers
 from kvpool.worker.tiers.base import TierError, Trouble
 
+MARGIN: Final = 0.1  # of the time that a request has, kept for its answer when the disk is late
+MARGIN_S_MAX: Final = 0.25
+
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
     from kvpool.core.keys import KeyBatch
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.worker.connection import Connection, Request
-    from kvpool.worker.dataplane import DataPlane
+    from kvpool.worker.dataplane import DataPlane, Timer
     from kvpool.worker.node import Node
     from kvpool.worker.tiers.ssd import StagedBlock
 
@@ -97,6 +100,9 @@ class BringUp:
         self.then = then
         self.pinned: list[Block] = []
         self._gone = False
+        self._working = False
+        self._answered = False
+        self._timer: Timer | None = None
 
     def start(self) -> None:
         with self.node.lock:
@@ -106,10 +112,13 @@ class BringUp:
                 found = self.node.table.pin(self.batch, now_ms=self.node.now_ms(), touch=False).blocks
                 self.pinned = [block for block in found if block is not None]
                 cold = [block for block in self.pinned if block.dram is None]
-        if cold:
+        if cold and self.node.ssd is not None and not self.node.ssd.is_stalled:
+            self._working = True
+            loop, left = self.connection.loop, self.request.deadline - time.monotonic()
+            self._timer = loop.at(self.request.deadline - min(MARGIN * max(0.0, left), MARGIN_S_MAX), self._answer)
             self.node.submit_io(self._in_pool, cold)
         else:
-            self._done()
+            self._answer()
 
     def on_close(self) -> None:
         self._gone = True
@@ -117,7 +126,7 @@ class BringUp:
     def _in_pool(self, cold: list[Block]) -> None:
         try:
             for block in cold:
-                if self._gone or time.monotonic() >= self.request.deadline:
+                if self._gone or self._answered or time.monotonic() >= self.request.deadline:
                     break
                 loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
                 if not isinstance(loaded, int):
@@ -129,9 +138,30 @@ class BringUp:
             self.connection.loop.post(self._done)
 
     def _done(self) -> None:
+        self._working = False
+        if self._answered:
+            self._unpin()
+        else:
+            self._answer()
+
+    def _answer(self) -> None:
+        """On the loop: when all is up, or shortly before the deadline, with what is there (the disk may hang)."""
+        if self._answered:
+            return
+        self._answered = True
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             if not self._gone:
                 self.then()  # pinned until it has held them
+        except Exception:
+            self.connection.close("internal")
+            raise
         finally:
-            if self.pinned:
-                self.node.unpin(self.pinned)
+            if not self._working:
+                self._unpin()
+
+    def _unpin(self) -> None:
+        pinned, self.pinned = self.pinned, []
+        if pinned:
+            self.node.unpin(pinned)
