@@ -17,11 +17,11 @@ PACKAGE = ROOT / "kvpool"
 
 # Higher may import lower, never its own rank's neighbours. What is right under kvpool/ (errors, config) is below all.
 RANKS = {
-    "cli": 4,
+    "cli": 5,
+    "sim": 4,  # a whole pool in one process: it runs what masters and workers run
     "master": 3,
     "worker": 3,
     "connectors": 3,
-    "sim": 3,
     "client": 2,
     "transport": 1,
     "obs": 1,

@@ -1,0 +1,337 @@
+"""A whole pool in one process and one thread, from one seed: masters, store, workers, clients, network, disks.
+
+Owns the parts and their starts and ends, and answers the checker's questions about what is where. What goes wrong when is
+`faults`, what the clients do is `load`, what is judged is `checker`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.core.block import Block
+from kvpool.core.keys import KeyBatch
+from kvpool.core.layout import KVLayout
+from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.types import Incarnation, Key, MissCause, NamespaceUid, Tiers
+from kvpool.master.store import NamespaceRecord
+from kvpool.sim.checker import Checker, Copy
+from kvpool.sim.client import SimClient
+from kvpool.sim.clock import Process, SimLoop
+from kvpool.sim.disk import Disk
+from kvpool.sim.master import SimMaster
+from kvpool.sim.memory import SimDram
+from kvpool.sim.network import Network, Quality
+from kvpool.sim.node import SimNode, build
+from kvpool.sim.store import LocalStore, StoreData, StoreServer
+from kvpool.sim.story import Story
+from kvpool.sim.values import Chains, sum_of
+from kvpool.sim.worker import Plane, SimAgent
+
+BLOCK_BYTES: Final = 4096
+LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, 16)
+STORE_HOST: Final = "store"
+ECHO_S: Final = 0.5  # a fault that is over is felt this long: retries, new connections
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is drawn from the seed before the run begins."""
+
+    n_masters: int
+    n_workers: int
+    n_clients: int
+    n_namespaces: int
+    dram_blocks: int
+    ssd_blocks: int  # 0: no such tier
+    replicas: int
+    n_chains: int
+    chain_blocks: int
+    shared_blocks: int
+    wire_flips: float  # share of answers with a flipped bit
+    faults: tuple[str, ...]
+    fault_every_s: float
+    quality: Quality
+    active_s: float = 6.0
+    calm_s: float = 7.0
+
+    @property
+    def shared_store(self) -> bool:
+        return self.n_masters > 1
+
+
+class Worker:
+    """One worker through all its starts. `node` is of the present one; None: down."""
+
+    def __init__(self, name: str, disk: Disk) -> None:
+        self.name, self.host, self.disk = name, name, disk
+        self.process: Process | None = None
+        self.node: SimNode | None = None
+        self.agent: SimAgent | None = None
+        self.starts = 0
+
+
+class Master:
+    """One master through all its starts."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.host = name, name
+        self.process: Process | None = None
+        self.master: SimMaster | None = None
+        self.starts = 0
+
+
+@dataclass(slots=True)
+class Client:
+    name: str
+    host: str
+    process: Process
+    client: SimClient
+
+
+@dataclass(slots=True)
+class _Copy:
+    """See `checker.Copy`."""
+
+    cluster: Cluster
+    worker: str
+    node: SimNode
+    block: Block
+    epoch: int
+
+    def readable_since(self, client: str, begun_s: float) -> bool:
+        cluster, worker = self.cluster, self.cluster.workers[self.worker]
+        leader = cluster.leader()
+        if worker.node is not self.node or not self.block.live or leader is None or leader.state is None:
+            return False
+        if leader.state.epoch != self.epoch or not cluster.is_indexed(self.block.ns, self.block.key, worker):
+            return False
+        near = cluster.host_of(client)
+        touched = ((near,), (worker.host,), (near, worker.host), (leader.process.host,), (near, leader.process.host))
+        return not any(cluster.touched(begun_s - ECHO_S, *who) for who in touched)
+
+
+class Cluster:
+    """`seed` decides everything."""
+
+    def __init__(self, seed: int, scenario: Scenario) -> None:
+        self.seed, self.scenario = seed, scenario
+        self.loop = SimLoop()  # type: ignore[abstract]
+        self.random = random.Random(f"{seed}/cluster")
+        self.network = Network(self.loop, random.Random(f"{seed}/network"), scenario.quality)
+        self.network.on_reset = lambda a, b: self.touch(a.process.host, b.process.host)
+        self.story = Story()
+        self.checker = Checker(self)
+        self.store = StoreData()
+        self.store_process: Process | None = None
+        self.memories: dict[tuple[str, int], SimDram] = {}
+        self.masters = {name: Master(name) for name in (f"m{i}" for i in range(scenario.n_masters))}
+        self.workers = {name: Worker(name, Disk(self.loop, random.Random(f"{seed}/disk {name}")))
+                        for name in (f"w{i}" for i in range(scenario.n_workers))}  # fmt: skip
+        self.clients: dict[str, Client] = {}
+        self.chains = Chains(shared_blocks=scenario.shared_blocks)
+        self.specs = [self._spec(i) for i in range(scenario.n_namespaces)]
+        self._touched: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+        self._expelled: dict[Key, float] = {}
+        for spec in self.specs:
+            self.store.namespaces[spec.uid] = NamespaceRecord(spec, 1)
+
+    def _spec(self, i: int) -> NamespaceSpec:
+        uid = NamespaceUid(self.random.randbytes(16))
+        return NamespaceSpec.of(f"ns{i}", LAYOUT, uid=uid, replicas=self.scenario.replicas)
+
+    def batch(self, spec: NamespaceSpec, chain: int, start: int, stop: int) -> KeyBatch:
+        """Blocks of a chain of this namespace, as far as it goes."""
+        number = chain + self.specs.index(spec) * 1000
+        return self.chains.batch(spec.uid, number, start, min(stop, self.scenario.chain_blocks))
+
+    def all_keys(self, spec: NamespaceSpec) -> list[Key]:
+        """Every key that a client may name, once."""
+        shape = self.scenario
+        found = [key for c in range(shape.n_chains) for key in self.batch(spec, c, 0, shape.chain_blocks).split()]
+        return list(dict.fromkeys(found))
+
+    # --- starts and ends --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.scenario.shared_store:
+            self.start_store()
+        for name in self.masters:
+            self.start_master(name)
+        for name in self.workers:
+            self.start_worker(name)
+
+    def start_store(self) -> None:
+        self.store_process = self._process("store", STORE_HOST)
+        StoreServer(self.store, self.store_process, self.network)
+
+    def _process(self, name: str, host: str) -> Process:
+        return Process(self.loop, name, host=host, seed=str(self.seed))
+
+    def start_master(self, name: str) -> None:
+        one = self.masters[name]
+        one.starts += 1
+        process = one.process = self._process(f"{name}.{one.starts}", one.host)
+        self.note(name, f"starts as {process.name}")
+        local = None if self.scenario.shared_store else LocalStore(self.store, process)
+        one.master = SimMaster(
+            process, self.network, name, local=local, note=lambda what, more: self.note(name, f"{what} {more}")
+        )
+
+    def start_worker(self, name: str) -> None:
+        one, scenario = self.workers[name], self.scenario
+        one.starts += 1
+        process = one.process = self._process(f"{name}.{one.starts}", one.host)
+        incarnation = Incarnation(process.random.getrandbits(64) | 1)
+        self.note(name, f"starts as {process.name}")
+        expected = self._adoptable(one) if scenario.ssd_blocks else []
+        node = one.node = build(
+            process, one.disk, worker_id=name, incarnation=incarnation, dram_bytes=scenario.dram_blocks * BLOCK_BYTES,
+            ssd_bytes=scenario.ssd_blocks * BLOCK_BYTES,
+            on_report=lambda _uid, key, tiers, cause: self._on_report(name, key, tiers, cause),
+            on_bump=lambda _uid, _index: self._on_bump(name),
+            note=lambda what, more: self.note(name, f"{what} {more}".strip()),
+        )  # fmt: skip
+        for uid, key in expected:
+            if key not in node.table.spaces[uid].blocks:
+                self.checker.fail("C7", f"a good record of the block on {name}'s SSD was not taken over at its start", key)
+        self.memories[name, incarnation] = node.memory
+        Plane(node, self.network, f"{name}:data", on_commit=lambda key: self._on_commit(name, key))
+        process.spawn(node.movement.run(), name=f"{name} mover")
+        process.spawn(node.expire(), name=f"{name} holds")
+        node.kick_mover()
+        process.call(self._start_agent, one, node)
+
+    def _start_agent(self, one: Worker, node: SimNode) -> None:
+        agent = one.agent = SimAgent(node, self.network, masters=",".join(self.masters), address=f"{one.name}:data")
+        node.process.spawn(agent.run(), name=f"{one.name} agent")
+
+    def _adoptable(self, one: Worker) -> list[tuple[NamespaceUid, Key]]:
+        """What a start must take over: whole newest records of namespaces whose removals are known, payload intact."""
+        newest: dict[tuple[NamespaceUid, Key], tuple[int, bool]] = {}
+        for file in one.disk.files.values():
+            for index, record in file.records.items():
+                if record.whole:
+                    intact = sum_of(file.payload.get(index, b"")) == record.meta.block_sum
+                    name = file.namespace, record.meta.key
+                    newest[name] = max(newest.get(name, (0, False)), (record.seq, intact))
+        return [(uid, key) for (uid, key), (_, intact) in newest.items() if intact and uid in one.disk.applied]
+
+    def kill(self, one: Worker | Master) -> None:
+        """SIGKILL."""
+        if one.process is not None and one.process.alive:
+            self.note(one.name, "is killed")
+            one.process.kill()
+            if isinstance(one, Worker):
+                one.node = one.agent = None
+            else:
+                one.master = None
+
+    def add_client(self, name: str, host: str, *, mirrored: bool) -> Client:
+        process = self._process(name, host)
+        client = SimClient(process, self.network, masters=list(self.masters), memories=self.memories, mirrored=mirrored,
+                           wire_flips=self.scenario.wire_flips)  # fmt: skip
+        for spec in self.specs:
+            client.follow(spec.uid)
+        found = self.clients[name] = Client(name, host, process, client)
+        return found
+
+    # --- what happened ----------------------------------------------------------------------------------------------------
+
+    def note(self, who: str, what: str, *keys: Key) -> None:
+        self.story.add(self.loop.time(), who, what, keys)
+
+    def _on_report(self, name: str, key: Key, tiers: int, cause: MissCause | None) -> None:
+        if tiers:
+            where = "+".join(tier.name or "" for tier in Tiers if tier & tiers and tier)
+            self.note(name, f"has it in {where}", key)
+        else:
+            self._expelled[key] = self.loop.time()
+            self.note(name, f"gives it up: {cause.value if cause is not None else '?'}", key)
+
+    def _on_commit(self, name: str, key: Key) -> None:
+        self.note(name, "commits it", key)
+        self.checker.committed(key)
+
+    def _on_bump(self, name: str) -> None:
+        """C4: a slot was freed; no copy that a live hold protects may have gone."""
+        node = self.workers[name].node
+        if node is None:
+            return
+        now_ms = node.now_ms()
+        for hold in node.table._holds._by_id.values():
+            if hold.overdue or hold.deadline_ms <= now_ms:
+                continue
+            for block, tier in hold.protects:
+                there = block.dram if tier is Tiers.DRAM else block.ssd
+                if there is None and not any(doomed is tier for doomed, _ in block.doomed or ()):
+                    text = f"{name} gave up a held copy ({tier.name}), {hold.deadline_ms - now_ms} ms before the hold's end"
+                    self.checker.fail("C4", text, block.key)
+
+    def touch(self, *who: str, for_s: float = 0.0) -> None:
+        """A fault touches this host, or the way between these two, from now on."""
+        now = self.loop.time()
+        self._touched.setdefault(tuple(sorted(who)), []).append((now, now + for_s))
+
+    def touched(self, since_s: float, *who: str) -> bool:
+        return any(end + ECHO_S >= since_s for _, end in self._touched.get(tuple(sorted(who)), ()))
+
+    # --- what the checker asks --------------------------------------------------------------------------------------------
+
+    def now_s(self) -> float:
+        return self.loop.time()
+
+    def host_of(self, name: str) -> str:
+        return self.clients[name].host if name in self.clients else name
+
+    def paused_s(self, client: str) -> float:
+        process = self.clients[client].process
+        return process.paused_s + (self.loop.time() - process.paused_at if process.paused else 0.0)
+
+    def leader(self) -> SimMaster | None:
+        """The one that answers; of several that think so, the newest."""
+        serving = [one.master for one in self.masters.values() if one.master is not None and one.master.serves]
+        return max(serving, key=lambda master: master.state.epoch if master.state is not None else 0, default=None)
+
+    def is_indexed(self, uid: NamespaceUid, key: Key, worker: Worker) -> bool:
+        leader = self.leader()
+        state = leader.state if leader is not None else None
+        if state is None or worker.node is None:
+            return False
+        member = state.members.get(worker.node.worker_id)  # type: ignore[arg-type]
+        if member is None or member.info.incarnation != worker.node.incarnation:
+            return False
+        return any(holder in member.holders for holder, _ in state.catalog.locate(uid, [key])[0])
+
+    def copies(self, client: str, uid: NamespaceUid, key: Key) -> list[Copy]:
+        leader = self.leader()
+        if leader is None or leader.state is None:
+            return []
+        found: list[Copy] = []
+        for worker in self.workers.values():
+            node = worker.node
+            if node is None or isinstance(node.served(uid), tuple):
+                continue
+            block = node.table.spaces[uid].blocks.get(key)
+            if block is None or not self.is_indexed(uid, key, worker) or not self._thinks_well(client, node):
+                continue
+            found.append(_Copy(self, worker.name, node, block, leader.state.epoch))
+        return found
+
+    def _thinks_well(self, client: str, node: SimNode) -> bool:
+        if client not in self.clients:
+            return True
+        peer = self.clients[client].client.peers.find(node.worker_id, node.incarnation)
+        return peer is None or not peer.breaker.failures
+
+    def trouble_since(self, since_s: float, *who: str) -> bool:
+        if not who:
+            return any(end + 5.0 >= since_s for spans in self._touched.values() for _, end in spans)
+        hosts = {self.host_of(name) for name in who}
+        return any(
+            hosts & set(name) and any(end + ECHO_S >= since_s for _, end in spans) for name, spans in self._touched.items()
+        )
+
+    def expelled_since(self, key: Key, since_s: float) -> bool:
+        return self._expelled.get(key, -1.0) >= since_s

@@ -1,0 +1,300 @@
+"""What goes wrong in a run: each fault begins, lasts and ends as its seed says; at the end everything is mended.
+
+A run has only some kinds of faults (swarm testing: Groce et al., ISSTA 2012), since each hides others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.sim.clock import Process
+from kvpool.sim.cluster import STORE_HOST, Cluster, Master, Worker
+
+FOREVER_S: Final = 1e9
+
+
+class Faults:
+    """Of one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.random = random.Random(f"{cluster.seed}/faults")
+        self.counts: dict[str, int] = {}
+        self._over = False
+
+    def start(self) -> None:
+        if self.cluster.scenario.faults:
+            self._later(self._pause(), self._next)
+
+    def _pause(self) -> float:
+        return self.random.expovariate(1.0 / self.cluster.scenario.fault_every_s)
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.cluster.loop.in_world(delay_s, call)
+
+    def _next(self) -> None:
+        if self._over:
+            return
+        name = self.random.choice(self.cluster.scenario.faults)
+        if FAULTS[name](self):
+            self.counts[name] = self.counts.get(name, 0) + 1
+        self._later(self._pause(), self._next)
+
+    def _some_s(self, low: float, high: float) -> float:
+        """Mostly short."""
+        return low + (high - low) * self.random.random() ** 2
+
+    def _worker(self) -> Worker:
+        return self.random.choice(list(self.cluster.workers.values()))
+
+    def _master(self) -> Master:
+        return self.random.choice(list(self.cluster.masters.values()))
+
+    # --- processes --------------------------------------------------------------------------------------------------------
+
+    def worker_kill(self) -> bool:
+        worker = self._worker()
+        if worker.node is None:
+            return False
+        down_s = self._some_s(0.1, 3.0)
+        self.cluster.touch(worker.host, for_s=down_s)
+        self.cluster.kill(worker)
+        self._later(down_s, lambda: self._restart_worker(worker))
+        return True
+
+    def _restart_worker(self, worker: Worker) -> None:
+        if worker.node is None and worker.host not in self.cluster.network.gone_hosts:
+            self.cluster.touch(worker.host)
+            self.cluster.start_worker(worker.name)
+
+    def worker_power(self) -> bool:
+        """The host goes dark: nobody hears of it, its disk forgets some of what was not synced."""
+        worker = self._worker()
+        if worker.node is None:
+            return False
+        down_s = self._some_s(0.3, 3.0)
+        self.cluster.touch(worker.host, for_s=down_s)
+        self.cluster.network.vanish(worker.host)
+        self.cluster.kill(worker)
+        worker.disk.power_cut()
+        self._later(down_s, lambda: self._power_on(worker))
+        return True
+
+    def _power_on(self, worker: Worker) -> None:
+        self.cluster.network.appear(worker.host)
+        self._restart_worker(worker)
+
+    def worker_leave(self) -> bool:
+        """SIGTERM: it says good-bye, and comes back."""
+        worker = self._worker()
+        agent, process = worker.agent, worker.process
+        if agent is None or process is None or worker.node is None or process.paused:
+            return False
+        down_s = self._some_s(0.2, 2.0)
+        self.cluster.touch(worker.host, for_s=down_s + 1.0)
+        self.cluster.note(worker.name, "leaves")
+        process.spawn(agent.leave("stopping"), name=f"{worker.name} leave")
+
+        def stop() -> None:
+            if worker.process is process:
+                self.cluster.kill(worker)
+                self._later(down_s, lambda: self._restart_worker(worker))
+
+        self._later(0.5, stop)
+        return True
+
+    def _freeze(self, name: str, host: str, process: Process | None, for_s: float) -> bool:
+        if process is None or not process.alive or process.paused:
+            return False
+        self.cluster.touch(host, for_s=for_s)
+        self.cluster.note(name, f"is paused for {for_s:.3f} s")
+        process.pause()
+        self._later(for_s, lambda: self._thaw(name, host, process))
+        return True
+
+    def _thaw(self, name: str, host: str, process: Process) -> None:
+        if process.alive and process.paused:
+            self.cluster.touch(host)
+            self.cluster.note(name, "goes on")
+            process.resume()
+
+    def worker_pause(self) -> bool:
+        worker = self._worker()
+        return self._freeze(worker.name, worker.host, worker.process, self._some_s(0.05, 6.0))
+
+    def master_pause(self) -> bool:
+        master = self._master()
+        return self._freeze(master.name, master.host, master.process, self._some_s(0.05, 6.0))
+
+    def client_pause(self) -> bool:
+        client = self.random.choice(list(self.cluster.clients.values()))
+        return self._freeze(client.name, client.name, client.process, self._some_s(0.01, 4.0))
+
+    def client_blink(self) -> bool:
+        """Clients stand still for a moment, often: in the middle of a read."""
+        for client in self.cluster.clients.values():
+            self._freeze(client.name, client.name, client.process, self._some_s(0.5, 3.0))
+        return True
+
+    def store_pause(self) -> bool:
+        return self._freeze("store", STORE_HOST, self.cluster.store_process, self._some_s(0.05, 5.0))
+
+    def master_kill(self) -> bool:
+        master = self._master()
+        if master.master is None:
+            return False
+        down_s = self._some_s(0.1, 3.0)
+        self.cluster.touch(master.host, for_s=down_s)
+        self.cluster.kill(master)
+        self._later(down_s, lambda: self._restart_master(master))
+        return True
+
+    def _restart_master(self, master: Master) -> None:
+        if master.master is None:
+            self.cluster.touch(master.host)
+            self.cluster.start_master(master.name)
+
+    def clock_jump(self) -> bool:
+        """A monotonic clock is set forward, as after a suspended virtual machine."""
+        anybody: list[Worker | Master] = [*self.cluster.workers.values(), *self.cluster.masters.values()]
+        one = self.random.choice(anybody)
+        if one.process is None or not one.process.alive:
+            return False
+        jump_s = self._some_s(0.2, 20.0)
+        self.cluster.touch(one.host)
+        self.cluster.note(one.name, f"its clock jumps by {jump_s:.3f} s")
+        one.process.jumped_s += jump_s
+        return True
+
+    # --- network ----------------------------------------------------------------------------------------------------------
+
+    def _pair(self) -> tuple[str, str]:
+        cluster = self.cluster
+        workers, masters = list(cluster.workers), list(cluster.masters)
+        clients = sorted({client.host for client in cluster.clients.values()})
+        kinds = [(workers, masters), (clients, workers), (clients, masters)]
+        if cluster.scenario.shared_store:
+            kinds.append((masters, [STORE_HOST]))
+        near, far = self.random.choice(kinds)
+        return self.random.choice(near), self.random.choice(far)
+
+    def partition(self) -> bool:
+        near, far = self._pair()
+        if near == far:
+            return False
+        for_s = self._some_s(0.1, 6.0)
+        ways = self.random.choice([((near, far),), ((far, near),), ((near, far), (far, near))])
+        self.cluster.touch(near, far, for_s=for_s)
+        self.cluster.note("network", f"nothing goes {' nor '.join(f'from {a} to {b}' for a, b in ways)} for {for_s:.3f} s")
+        for way in ways:
+            self.cluster.network.block(*way)
+
+        def mend() -> None:
+            self.cluster.touch(near, far)
+            for way in ways:
+                self.cluster.network.unblock(*way)
+
+        self._later(for_s, mend)
+        return True
+
+    def reset(self) -> bool:
+        near, far = self._pair()
+        if near == far:
+            return False
+        self.cluster.touch(near, far)
+        self.cluster.note("network", f"connections between {near} and {far} are reset")
+        self.cluster.network.reset_between(near, far)
+        return True
+
+    # --- disks ------------------------------------------------------------------------------------------------------------
+
+    def _ill_disk(self, what: str, longest_s: float) -> bool:
+        worker = self._worker()
+        if getattr(worker.disk, what):
+            return False
+        for_s = self._some_s(0.1, longest_s)
+        self.cluster.touch(worker.host, for_s=for_s)
+        self.cluster.note(worker.name, f"its disk is {what} for {for_s:.3f} s")
+        setattr(worker.disk, what, True)
+
+        def mend() -> None:
+            self.cluster.touch(worker.host)
+            setattr(worker.disk, what, False)
+
+        self._later(for_s, mend)
+        return True
+
+    def disk_full(self) -> bool:
+        return self._ill_disk("full", 3.0)
+
+    def disk_error(self) -> bool:
+        return self._ill_disk("failing", 3.0)
+
+    def disk_stall(self) -> bool:
+        return self._ill_disk("stalled", 7.0)
+
+    def torn_write(self) -> bool:
+        worker = self._worker()
+        worker.disk.tear_next = True
+        self.cluster.touch(worker.host)
+        self.cluster.note(worker.name, "its disk will tear the next write")
+        return True
+
+    def bit_flip(self) -> bool:
+        worker = self._worker()
+        place = worker.disk.flip()
+        if place:
+            self.cluster.touch(worker.host)
+            self.cluster.note(worker.name, f"a bit of its disk flips: {place}")
+        return bool(place)
+
+    # --- the end ----------------------------------------------------------------------------------------------------------
+
+    def mend_all(self) -> None:
+        """Everything works from now on."""
+        cluster = self.cluster
+        self._over = True
+        cluster.note("world", "everything is mended")
+        for host in list(cluster.network.gone_hosts):
+            cluster.network.appear(host)
+        cluster.network.quality.loss = 0.0
+        cluster.network.unblock_all()
+        for worker in cluster.workers.values():
+            disk = worker.disk
+            disk.full = disk.failing = disk.stalled = disk.tear_next = False
+            if worker.process is not None:
+                worker.process.resume()
+            self._restart_worker(worker)
+        for master in cluster.masters.values():
+            if master.process is not None:
+                master.process.resume()
+            self._restart_master(master)
+        for client in cluster.clients.values():
+            client.process.resume()
+        if cluster.store_process is not None:
+            cluster.store_process.resume()
+
+
+FAULTS: Final[dict[str, Callable[[Faults], bool]]] = {
+    "worker kill": Faults.worker_kill,
+    "worker power": Faults.worker_power,
+    "worker leave": Faults.worker_leave,
+    "worker pause": Faults.worker_pause,
+    "master kill": Faults.master_kill,
+    "master pause": Faults.master_pause,
+    "client pause": Faults.client_pause,
+    "client blink": Faults.client_blink,
+    "clock jump": Faults.clock_jump,
+    "partition": Faults.partition,
+    "reset": Faults.reset,
+    "disk full": Faults.disk_full,
+    "disk error": Faults.disk_error,
+    "disk stall": Faults.disk_stall,
+    "torn write": Faults.torn_write,
+    "bit flip": Faults.bit_flip,
+    "store pause": Faults.store_pause,
+}
+DISK_FAULTS: Final = frozenset(("disk full", "disk error", "disk stall", "torn write", "bit flip"))
+STORE_FAULTS: Final = frozenset(("store pause",))
