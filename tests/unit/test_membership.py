@@ -174,3 +174,45 @@ def test_a_removal_of_everything_begins_the_log_anew() -> None:
 def test_an_empty_log_with_a_number_knows_who_is_behind() -> None:
     log = RemovalLog(keys_max=5, seq=7)
     assert log.missed(7) is None and log.missed(6) == Missed(drop_blocks=True)
+
+
+def test_who_drains_is_told_so_where_it_would_be_told_up() -> None:
+    pool = members()
+    joined(pool, info(), now_ms=0)
+    member = pool.get(A)
+    assert member is not None and member.told_state is WorkerState.UP
+    assert pool.drain(A, draining=True) == Change((), (A,)) and member.told_state is WorkerState.DRAINING
+    assert pool.drain(A, draining=True) == Change() and pool.drain(B, draining=True) == Change()
+    assert pool.drain(A, draining=True, drained=True) == Change((), (A,)) and member.told_state is WorkerState.DRAINED
+    pool.tick(now_ms=1501)
+    assert member.told_state is WorkerState.SUSPECT  # whoever is silent is suspected, draining or not
+    pool.heard(A, now_ms=1600)
+    assert member.told_state is WorkerState.DRAINED
+    assert pool.drain(A, draining=False, drained=True) == Change((), (A,)) and member.told_state is WorkerState.UP
+
+
+def test_a_suspicion_from_outside_lasts_until_the_worker_is_heard() -> None:
+    pool = members()
+    joined(pool, info(), now_ms=0)
+    assert pool.suspect(A, 2) == Change() and pool.suspect(B, 1) == Change()  # another incarnation, nobody
+    assert pool.suspect(A, 1) == Change((), (A,)) and state(pool) is WorkerState.SUSPECT
+    assert pool.suspect(A, 1) == Change()
+    assert pool.heard(A, now_ms=100) == Change((), (A,)) and state(pool) is WorkerState.UP
+
+
+def test_how_long_a_worker_has_been_up() -> None:
+    pool = members()
+    pool.hello(info(), now_ms=100)
+    member = pool.get(A)
+    assert member is not None and member.up_ms(5000) == 0
+    pool.begin_inventory(A, now_ms=200)
+    pool.heard(A, now_ms=300)
+    pool.end_inventory(A)
+    assert member.up_ms(1300) == 1000
+    pool.begin_inventory(A, now_ms=2000)
+    pool.end_inventory(A)
+    assert member.up_ms(2300) == 2000, "another inventory makes nobody new"
+    again, _ = pool.hello(info(incarnation=2), now_ms=3000)
+    assert again.up_ms(4000) == 0, "a new incarnation is new"
+    known, _ = pool.hello(info(B), now_ms=3000, seasoned=True)
+    assert known.up_ms(3000) >= 10_000, "new to this master alone"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from kvpool.core.placement import Candidate, place
+import pytest
+
+from kvpool.core.placement import Candidate, place, share
 from kvpool.core.types import WorkerId
 
 
@@ -62,3 +64,16 @@ def test_the_order_of_the_candidates_does_not_matter() -> None:
     pool = [worker(f"w{i}") for i in range(5)]
     for key in KEYS[:20]:
         assert names(place(pool, key=key, n_workers=3)) == names(place(pool[::-1], key=key, n_workers=3))
+
+
+def test_a_new_workers_share_grows() -> None:
+    assert (share(0), share(5_000), share(10_000), share(1e9)) == (0.1, 0.5, 1.0, 1.0)
+    keys = [bytes([i % 256, i // 256]) * 17 for i in range(3_000)]
+
+    def part_of_new(up_ms: float) -> float:
+        workers = [Candidate(WorkerId("old"), "h", 100, 100), Candidate(WorkerId("new"), "h", 100, 100, share(up_ms))]
+        return sum(place(workers, key=key)[0].worker_id == "new" for key in keys) / len(keys)
+
+    assert part_of_new(0) == pytest.approx(0.1 / 1.1, abs=0.03)
+    assert part_of_new(5_000) == pytest.approx(0.5 / 1.5, abs=0.03)
+    assert part_of_new(10_000) == pytest.approx(0.5, abs=0.03)
