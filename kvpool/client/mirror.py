@@ -116,9 +116,10 @@ class Mirror:
                 if stub is not None:
                     leader = found.leader if isinstance(found, MasterUnavailable) else ""
                     return self._master.failed(stub, hint=leader, counted=False)
-        except (InvalidArgument, ValueError):  # the channel was closed
-            if not self._closed:
-                raise
+        except InvalidArgument:  # the client is closed
+            return True
+        except ValueError:  # the channel was closed: another thread went on to the next master
+            return False
         finally:
             with self._lock:
                 ended, self._stream = self._stream, None
