@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 RELOAD_S: Final = 0.3  # between two attempts of a new leader to read the state
 LOAD_S: Final = 30.0  # one attempt
+HELLO_S: Final = 1.0  # for a worker that is refused to finish its hello
 
 
 class Term:
@@ -306,6 +307,10 @@ class Front(pb_grpc.MasterServicer):
                 yield event
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
+        if self._leadership.term is None:
+            with contextlib.suppress(Exception):  # a worker that is refused while it still writes its hello does not hear why
+                async with asyncio.timeout(HELLO_S):
+                    await context.read()
         term = await self._admit(context)
         await term.service.Session(request_iterator, _Confirmed(context, self._leadership, term))
 

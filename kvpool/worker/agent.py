@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 3.0  # from the attempt to connect to the welcome
 CONNECT_S: Final = 0.5  # where there are other masters to try: one that is stopped accepts connections and says nothing
+NOTED_MAX: Final = 32
 ELSEWHERE_S: Final = 1.0  # between two looks for another leader while this one's lease is over
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Master"].full_name
 PASSING: Final = frozenset(("master_unavailable", "store_unavailable", "fenced"))  # refusals of a master that stops or is deposed
@@ -56,6 +57,7 @@ RETRY_S_MAX: Final = 0.5
 REFUSED_RETRY_S: Final = 2.0  # a wrong token or version does not get right by asking often
 SILENCE_S: Final = 1.2  # without a word from a master that owes us one
 INVENTORY_KEYS: Final = 8192  # of one part: a few ms of the master's loop
+NAMESPACE_RETRY_S: Final = 1.0  # after a disk that did not forget what was removed
 TASKS_MAX: Final = 1024  # that wait; beyond, the stream is not read
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]
 VERSION: Final = getattr(kvpool, "__version__", "0.1.0")
@@ -91,6 +93,7 @@ class Agent:
         self.counters = {"sessions": 0, "session_errors": 0, "inventories": 0, "removal_tasks": 0, "reports_sent": 0}
         self._search = LeaderSearch([part.strip() for part in settings.master.split(",")])
         self._connect_s = CONNECT_S
+        self._noted: set[str] = set()  # what has gone wrong since the last session
         self._lapsed = False  # the master's lease is over, as it says itself
         self._metadata = auth_metadata(token)
         self._info = pb.HolderInfo(
@@ -107,6 +110,8 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-agent")
         self._leaving: str | None = None
         self._making_inventory = False
+        self._tasks: asyncio.Queue[Callable[[], object]] = asyncio.Queue(TASKS_MAX)  # of the session
+        self._unapplied: dict[bytes, pb.NamespaceUpdate] = {}  # by uid: could not be applied, and is tried again
         node.on_record(self.wake)
 
     # --- from any thread ------------------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ class Agent:
                 except grpc.RpcError as error:
                     reason = error_of(error, address=address)
                     self._note(str(reason))
-                    wait_s = delay if reason.retryable else REFUSED_RETRY_S
+                    wait_s = delay if reason.retryable or reason.code == "internal" else REFUSED_RETRY_S
                     hint = reason.leader if isinstance(reason, MasterUnavailable) else ""
                 except (TimeoutError, OSError, KVPoolError, asyncio.InvalidStateError) as error:  # at last: a write on its end
                     self._note(f"the master at {address}: {error or 'no answer in time'}")
@@ -169,9 +174,12 @@ class Agent:
 
     def _note(self, error: str) -> None:
         self.counters["session_errors"] += 1
-        if error != self.last_error:
-            log.warning("event=session_failed reason=%r", error)
         self.last_error = error
+        if error not in self._noted:  # several masters that are away say the same in turn
+            log.warning("event=session_failed reason=%r", error)
+            if len(self._noted) >= NOTED_MAX:
+                self._noted.clear()
+            self._noted.add(error)
 
     async def _session(self, address: str) -> None:
         node = self.node
@@ -192,7 +200,8 @@ class Agent:
             self._heard(message)
             self._heartbeat_s = max(0.01, message.welcome.heartbeat_ms / 1000 or 0.5)
             self._outbox.clear()
-            tasks: asyncio.Queue[Callable[[], None]] = asyncio.Queue(TASKS_MAX)
+            self._tasks = tasks = asyncio.Queue(TASKS_MAX)
+            self._unapplied.clear()
             with node.lock:
                 if message.welcome.inventory_wanted:
                     node.reporter.reset()
@@ -203,6 +212,7 @@ class Agent:
                 tasks.put_nowait(self._queue_inventory)
             self.registered, self.master, self._lapsed = True, address, False
             self._connect_s = CONNECT_S
+            self._noted.clear()
             self._drain(message.welcome.drain)
             self.counters["sessions"] += 1
             self.last_error = ""
@@ -245,7 +255,7 @@ class Agent:
 
     # --- what runs while a session is there -----------------------------------------------------------------------------
 
-    async def _read(self, call: Any, tasks: asyncio.Queue[Callable[[], None]]) -> None:
+    async def _read(self, call: Any, tasks: asyncio.Queue[Callable[[], object]]) -> None:
         while True:
             message = await call.read()
             if message is _EOF:
@@ -300,7 +310,7 @@ class Agent:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), max(0.0, heartbeat_at - self._now_s()))
 
-    async def _work(self, tasks: asyncio.Queue[Callable[[], None]]) -> None:
+    async def _work(self, tasks: asyncio.Queue[Callable[[], object]]) -> None:
         while True:
             task = await tasks.get()
             await self._loop.run_in_executor(self._thread, task)
@@ -369,6 +379,7 @@ class Agent:
             self._apply_namespace(update)
 
     def _apply_namespace(self, update: pb.NamespaceUpdate) -> None:
+        self._unapplied.pop(update.namespace.uid, None)
         try:
             if update.deleted:
                 self.node.delete_namespace(NamespaceUid(update.namespace.uid))
@@ -381,6 +392,22 @@ class Agent:
             log.error("event=namespace_unusable name=%r reason=%r", update.namespace.name, str(error))
         except Exception:
             log.exception("event=namespace_failed name=%r", update.namespace.name)  # it stays blocked: nothing wrong is served
+            self._apply_later(update)
+
+    def _apply_later(self, update: pb.NamespaceUpdate) -> None:
+        """Once more after a while, unless the session ends or the master says something newer of the namespace."""
+        self._unapplied[update.namespace.uid] = update
+        tasks = self._tasks
+
+        def again() -> None:
+            if tasks is self._tasks and self._unapplied.get(update.namespace.uid) is update:
+                try:
+                    tasks.put_nowait(lambda: self._apply_namespace(update))
+                except asyncio.QueueFull:
+                    self._loop.call_later(NAMESPACE_RETRY_S, again)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._loop.call_later, NAMESPACE_RETRY_S, again)
 
     def _remove(self, task: pb.RemoveTask) -> None:
         self.counters["removal_tasks"] += 1
