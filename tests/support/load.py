@@ -72,11 +72,23 @@ class Told:
     longest_s: float = 0.0
     longest: str = ""
     over_s: float = 0.0  # longest past a deadline
+    over: str = ""
 
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Told:
         counters = {name: Counter(raw[name]) for name in ("ops", "outcomes", "misses", "refused")}
         return cls(**(raw | counters))
+
+    def took(self, what: str, seconds: float, deadline_s: float, *, who: str) -> None:
+        """One call that is back."""
+        named = f"{what}, deadline {deadline_s:.1f} s"
+        self.ops[what] += 1
+        if seconds - deadline_s > self.over_s:
+            self.over_s, self.over = seconds - deadline_s, named
+        if seconds > self.longest_s:
+            self.longest_s, self.longest = seconds, named
+        if seconds > deadline_s + HUNG_S:
+            self.hung.append(f"{who}: {named}, took {seconds:.2f} s")
 
     def add(self, other: Told) -> None:
         for mine, more in ((self.ops, other.ops), (self.outcomes, other.outcomes), (self.misses, other.misses),
@@ -86,7 +98,8 @@ class Told:
         self.errors += other.errors
         self.wrong += other.wrong
         self.hung += other.hung
-        self.over_s = max(self.over_s, other.over_s)
+        if other.over_s > self.over_s:
+            self.over_s, self.over = other.over_s, other.over
         if other.longest_s > self.longest_s:
             self.longest_s, self.longest = other.longest_s, other.longest
 
@@ -139,13 +152,7 @@ class Worker(threading.Thread):
         finally:
             self.under_way = None
             took = time.monotonic() - began
-            told = self.told
-            told.ops[what] += 1
-            told.over_s = max(told.over_s, took - deadline_ms / 1e3)
-            if took > told.longest_s:
-                told.longest_s, told.longest = took, f"{what}, deadline {deadline_ms / 1e3:.1f} s"
-            if took > deadline_ms / 1e3 + HUNG_S:
-                told.hung.append(f"{self.tag}: {what} took {took:.2f} s, deadline {deadline_ms / 1e3:.1f} s")
+            self.told.took(what, took, deadline_ms / 1e3, who=self.tag)
 
     # --- chains
 
