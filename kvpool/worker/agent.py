@@ -200,7 +200,8 @@ class Agent:
             self._heard(message)
             self._heartbeat_s = max(0.01, message.welcome.heartbeat_ms / 1000 or 0.5)
             self._outbox.clear()
-            self._tasks = tasks = asyncio.Queue(TASKS_MAX)
+            tasks: asyncio.Queue[Callable[[], object]] = asyncio.Queue(TASKS_MAX)
+            self._tasks = tasks
             self._unapplied.clear()
             with node.lock:
                 if message.welcome.inventory_wanted:
