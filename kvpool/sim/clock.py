@@ -99,6 +99,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._n = 0
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 256
+        self._jobs: dict[Any, deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]]] = {}
         self._ending = False
         self.steps = 0
         self.troubles: list[str] = []
@@ -156,14 +157,29 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """A thread's work, done in one go on the loop; `func` may be a coroutine function, for work that takes its time."""
-        del executor
+        """The work of an executor's one thread, one after the other; `func` may give a coroutine, for work that takes its time.
+        As with threads: cancelling what is under way does not end it."""
+        future = self.create_future()
+        jobs = self._jobs.setdefault(executor, deque())
+        jobs.append((future, func, args))
+        if len(jobs) == 1:
+            self.create_task(self._thread(jobs), name="thread")
+        return future
 
-        async def work() -> Any:
-            result = func(*args)
-            return await result if asyncio.iscoroutine(result) else result
-
-        return self.create_task(work(), name="thread")
+    async def _thread(self, jobs: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]]) -> None:
+        while jobs:
+            future, func, args = jobs[0]
+            if not future.cancelled():
+                try:
+                    result = func(*args)
+                    if asyncio.iscoroutine(result):
+                        result = await result
+                    if not future.done():
+                        future.set_result(result)
+                except Exception as error:
+                    if not future.done():
+                        future.set_exception(error)
+            jobs.popleft()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -8,7 +8,6 @@ its thread does, which waits for the disk.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -414,11 +413,15 @@ class SimAgent(Agent):
         if update.deleted:
             self.sim.delete_namespace(NamespaceUid(update.namespace.uid))
             return
+        self._unapplied.pop(update.namespace.uid, None)
         missed = [update.missed_keys] if update.missed_keys else []
-        with contextlib.suppress(KVPoolError, TierError):  # it stays blocked: nothing wrong is served
+        try:
             await self.sim.catch_up_slowly(
                 spec_from_proto(update.namespace), drop_all=update.drop_blocks or update.missed_all, missed=missed
             )
+        except TierError as error:
+            self.sim.note("cannot catch up", error.reason)
+            self._apply_later(update)
 
     async def _remove(self, task: pb.RemoveTask) -> None:  # type: ignore[override]
         done = pb.TaskDone(task_id=task.task_id)
