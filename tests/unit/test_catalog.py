@@ -184,10 +184,10 @@ def test_a_batch_is_looked_up_in_less_than_10_ms_however_full_the_index_is() -> 
     for name in best:
         if name == "masked":
             catalog.retire(H2)
-        for _ in range(5):  # the best of five: the machine is shared
-            started = time.perf_counter()
+        for _ in range(5):  # CPU time, the best of five: the machine is shared
+            started = time.thread_time()
             found = catalog.match(UID, names) if name == "match" else len(catalog.locate(UID, names))
-            best[name] = min(best[name], time.perf_counter() - started)
+            best[name] = min(best[name], time.thread_time() - started)
             assert found == 16_384
     assert max(best.values()) < 0.010, best
 
