@@ -155,6 +155,7 @@ class Checker:
         """C3: what is `stored` (or `already`) is in the index when the client hears it."""
         self._end(op)
         for key, outcome in zip(op.keys, outcomes, strict=True):
+            self.count(f"put {outcome.value}")
             if outcome not in (Outcome.STORED, Outcome.ALREADY):
                 continue
             since = op.begun_s - SETTLE_S
@@ -172,13 +173,16 @@ class Checker:
         for key, value, path in zip(op.keys, got.values, got.paths, strict=False):
             self._check_hit(op, key, value, path)
         n = len(got.values)
+        self.count("C3 get", sum(1 for key in op.keys[:n] if op.holders[key]))
+        self.count("C5", promised > 0)
         if n < len(op.keys):
+            self.count(f"miss {got.cause.value if got.cause is not None else '?'}")
             self._check_miss(op, op.keys[n], got)
             if n < promised:
                 self._check_promise(op, op.keys[n], got, n, promised)
 
     def _check_hit(self, op: Op, key: Key, value: bytes, path: str) -> None:
-        self.count("hit")
+        self.count(f"hit {path[:3]}")
         if value != value_of(key):
             right = parts_right(key, value)
             if 0 < right < PARTS:
@@ -202,7 +206,6 @@ class Checker:
         copies = op.holders.get(key, [])
         lost = [copy for copy in copies if not copy.readable_since(op.client, op.begun_s)]
         served = [copy.worker for copy in copies if copy not in lost]
-        self.count("C3 get", bool(served))
         if served:
             cause = got.cause.value if got.cause is not None else "?"
             text = f"get missed ({cause}) a block that {', '.join(served)} had all the time"
@@ -211,7 +214,6 @@ class Checker:
     def _check_promise(self, op: Op, key: Key, got: Got, n: int, promised: int) -> None:
         if self._remove_begun.get(key, -1.0) >= 0 or self._world.now_s() >= op.until_s - SETTLE_S:
             return
-        self.count("C5")
         if not got.worker or not self._world.trouble_since(op.begun_s - 60.0, got.worker, op.client):
             cause = got.cause.value if got.cause is not None else "?"
             where = f"worker {got.worker!r}, which was well" if got.worker else "no worker named"

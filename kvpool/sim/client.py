@@ -184,10 +184,10 @@ class SimClient:
 
     def __init__(
         self, process: Process, network: Network, *, masters: Sequence[str], memories: Mapping[tuple[str, int], SimDram],
-        mirrored: bool, wire_flips: float,
+        mirrored: bool, wire_flips: float, on_flip: Callable[[], None],
     ) -> None:  # fmt: skip
         self.process, self.network, self.loop = process, network, process.loop
-        self.memories, self.wire_flips = memories, wire_flips
+        self.memories, self.wire_flips, self.on_flip = memories, wire_flips, on_flip
         self.masters = Masters(network, process, masters)
         options: Any = None
         self.peers = Peers(host_id=process.host, options=options, now_s=process.now_s)
@@ -201,6 +201,7 @@ class SimClient:
         """What arrives of it."""
         if not self.wire_flips or self.process.random.random() >= self.wire_flips:
             return data
+        self.on_flip()
         raw = bytearray(data)
         raw[self.process.random.randrange(len(raw))] ^= 1
         return bytes(raw)

@@ -231,7 +231,7 @@ class Cluster:
     def add_client(self, name: str, host: str, *, mirrored: bool) -> Client:
         process = self._process(name, host)
         client = SimClient(process, self.network, masters=list(self.masters), memories=self.memories, mirrored=mirrored,
-                           wire_flips=self.scenario.wire_flips)  # fmt: skip
+                           wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host))  # fmt: skip
         for spec in self.specs:
             client.follow(spec.uid)
         found = self.clients[name] = Client(name, host, process, client)

@@ -226,7 +226,7 @@ def quiet() -> Iterator[list[str]]:
 
 def main(seeds: range, *, say: Callable[[str], None]) -> int:
     """Runs them all; 1 when a promise was broken. Stops after a few failures."""
-    began = time.monotonic()
+    began = time.process_time()
     counts: dict[str, int] = {}
     failures = steps = 0
     for seed in seeds:
@@ -244,7 +244,7 @@ def main(seeds: range, *, say: Callable[[str], None]) -> int:
         if seed % 16 == 0:
             gc.collect()
     say(" ".join(f"{name}={n}" for name, n in sorted(counts.items())))
-    say(f"{len(seeds)} seeds, {failures} with a broken promise, {steps} steps in {time.monotonic() - began:.1f} s")
+    say(f"{len(seeds)} seeds, {failures} with a broken promise, {steps} steps in {time.process_time() - began:.1f} s of one core")
     return 1 if failures else 0
 
 
