@@ -28,12 +28,14 @@ def http_json(role: Role, path: str) -> tuple[int, dict[str, Any]]:
 
 
 class Masters:
-    """`store`: the address of the redis as the masters are told it (a relay's, say); default: the redis itself."""
+    """`store`: the address of the redis as the masters are told it (a relay's, say), `first_store` as the first one is; default:
+    the redis itself."""
 
     def __init__(self, directory: Path, redis: RedisServer, *, n_masters: int = 2, n_workers: int = 2, dram: str = "64MiB",
-                 ssd: str | None = None, store: str = "") -> None:  # fmt: skip
+                 ssd: str | None = None, store: str = "", first_store: str = "") -> None:  # fmt: skip
         self.directory, self.redis, self.n_workers, self.dram, self.ssd = directory, redis, n_workers, dram, ssd
         self.store = [store or redis.url()] * n_masters
+        self.store[0] = first_store or self.store[0]
         self.ports = [free_port() for _ in range(n_masters)]
         self.masters: list[Role | None] = [None] * n_masters
         self.workers: list[Role | None] = [None] * n_workers
@@ -75,6 +77,11 @@ class Masters:
 
     def master(self, i: int) -> Role:
         role = self.masters[i]
+        assert role is not None
+        return role
+
+    def worker(self, i: int) -> Role:
+        role = self.workers[i]
         assert role is not None
         return role
 
