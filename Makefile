@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check proto reports clean torch
+.PHONY: help setup demo test check proto reports chaos soak clean torch
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,6 +51,12 @@ proto: $(SETUP) ## generate kvpool/v1 from protos/
 
 reports: $(SETUP) $(TORCH) ## what is long at full size; results in reports/
 	$(call timed,full-size runs,mkdir -p reports && KVPOOL_TEST_FULL=1 $(BIN)/python -m pytest -q -m reports --junitxml=reports/junit.xml $(ARGS))
+
+chaos: $(SETUP) ## real processes, faults and clients for MINUTES=5 (SEED=n)
+	$(call timed,chaos,$(BIN)/python -m tests.fault.chaos --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED)))
+
+soak: $(SETUP) ## memory and descriptors under load for MINUTES=20
+	$(call timed,soak,$(BIN)/python -m tests.fault.soak --minutes $(or $(MINUTES),20))
 
 clean: ## remove all that was made
 	$(call timed,clean,rm -rf $(VENV) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find . -name __pycache__ -prune -exec rm -rf {} +)
