@@ -1,9 +1,9 @@
 """Soak: clients at about 70 % of what the pool can do, memory and descriptors of every process sampled: they must be flat.
 
 `python -m tests.fault.soak --minutes M` (`make soak MINUTES=20`). The first part (WARM_SHARE) is warm-up: tiers and bounded
-memories (of what is gone, of events) fill, pools of threads and connections grow. After it the mean of each process's last third must
-be within RSS_SHARE of its first third, its descriptors within FDS_SLACK. Ends with 1 when they are not, or when there was any
-error or wrong byte. A run that is too short to fill the master's memories gets smaller ones.
+memories (of what is gone, of events) fill, pools of threads and connections grow. After it the mean of each process's last third
+must be within RSS_SHARE of its first third, its descriptors within FDS_SLACK. Ends with 1 when they are not, or when there was
+any error or wrong byte. A run that is too short to fill the master's memories gets smaller ones.
 """
 
 from __future__ import annotations
