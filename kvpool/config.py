@@ -433,10 +433,8 @@ def check_memory(dram_bytes: int, *, memavailable: int | None, cgroup_limit: int
             raise ConfigError(f"dram: {dram_bytes} bytes are more than {what}, {limit} bytes; allowed: from 4096 to {limit}")
 
 
-def check_disk(ssd_bytes: int, *, free_bytes: int, own_bytes: int) -> None:
-    """Refuses an SSD tier that its file system cannot hold. `own_bytes`: what the tier's files have there already."""
-    if ssd_bytes > free_bytes + own_bytes:
-        raise ConfigError(
-            f"ssd: {ssd_bytes} bytes are more than its file system has, {free_bytes} free and {own_bytes} of this tier; "
-            f"allowed: up to {free_bytes + own_bytes}"
-        )
+def check_disk(ssd_bytes: int, *, total_bytes: int) -> None:
+    """Refuses an SSD tier that its file system could not hold even when empty. What others put there later is met when it
+    happens: a worker whose disk became full must still start."""
+    if ssd_bytes > total_bytes:
+        raise ConfigError(f"ssd: {ssd_bytes} bytes are more than its file system has; allowed: up to {total_bytes}")

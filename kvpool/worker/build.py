@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import shutil
 import threading
 from typing import TYPE_CHECKING
 
+from kvpool.config import check_disk
 from kvpool.core.blocks import BlockTable, Limits
 from kvpool.core.session import Reporter
 from kvpool.core.slots import SlabAllocator
@@ -47,6 +49,7 @@ def build_node(settings: WorkerSettings) -> Node:
         if place is not None:
             ssd = SsdTier(place.directory, capacity_bytes=place.size_bytes, staging=staging, buffered=settings.buffered_ssd)
             undo.callback(ssd.close)
+            check_disk(place.size_bytes, total_bytes=shutil.disk_usage(place.directory).total)
         slots = SlabAllocator(capacity_bytes=settings.dram)
         dram = DramTier(capacity_bytes=settings.dram, arena_bytes=slots.arena_bytes, gen_words=slots.gen_words)
         undo.callback(dram.close)

@@ -494,9 +494,9 @@ def test_more_memory_than_there_is() -> None:
 
 
 def test_more_disk_than_there_is() -> None:
-    config.check_disk(GIB, free_bytes=0, own_bytes=GIB)
+    config.check_disk(GIB, total_bytes=GIB)
     with pytest.raises(ConfigError, match=r"ssd: 1073741824 .*1073741823"):
-        config.check_disk(GIB, free_bytes=GIB - 2, own_bytes=1)
+        config.check_disk(GIB, total_bytes=GIB - 1)
 
 
 def test_all_roles_are_there() -> None:
