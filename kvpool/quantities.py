@@ -102,6 +102,11 @@ def as_host(value: object) -> str:
     return text
 
 
+def join_address(host: str, port: int) -> str:
+    """'host:port', of an IPv6 address '[v6]:port'."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def split_address(text: str) -> tuple[str, int]:
     """'host:port' or '[v6]:port' -> (host, port 1..65535). Raises ValueError."""
     host, colon, port = text.rpartition(":")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.core.frames import Op
 from kvpool.errors import ConfigError
+from kvpool.quantities import join_address
 from kvpool.worker import ops
 from kvpool.worker.connection import NEVER, Connection, Request, State
 from kvpool.worker.ring import RingBudget
@@ -258,7 +259,7 @@ class DataPlane:
                 "another process has it, or the address is not of this machine; 0 takes a free one"
             ) from error
         port = tcp.getsockname()[1]
-        self.address = f"{settings.advertise or settings.host}:{port}"
+        self.address = join_address(settings.advertise or settings.host, port)
         self.unix_name = f"kvpool-{self.node.incarnation:016x}"
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         unix.bind("\0" + self.unix_name)

@@ -29,6 +29,7 @@ from kvpool.config import WorkerSettings, check_memory
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.obs import logs
 from kvpool.obs.process import die_with_parent
+from kvpool.quantities import join_address
 from kvpool.worker import http
 from kvpool.worker.agent import Agent
 from kvpool.worker.build import build_node
@@ -120,7 +121,7 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
         host, port = http_sock.getsockname()[:2]
         if host in ("0.0.0.0", "::"):  # all addresses: the one that others know; else where it listens, and nowhere else
             host = settings.advertise or host
-        http_address = f"{host}:{port}"
+        http_address = join_address(host, port)
         agent = Agent(
             node, settings, token=token, address=plane.address, unix_name=plane.unix_name, http=http_address
         )
