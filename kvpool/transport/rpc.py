@@ -6,6 +6,7 @@ light.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -15,6 +16,10 @@ from kvpool.quantities import split_address
 
 if TYPE_CHECKING:
     import grpc
+
+# Names are resolved as by every other program here. gRPC's own resolver takes one line of /etc/hosts a name: of a master with two
+# addresses, the first one dead, it never tries the second. Read once, when gRPC's core starts.
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 AUTHORIZATION: Final = "authorization"
 MESSAGE_BYTES_MAX: Final = 64 << 20  # a Welcome with what a worker missed; gRPC's own 4 MiB refuses legal batches
