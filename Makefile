@@ -49,6 +49,9 @@ check: $(SETUP) ## lint, types, generated code
 proto: $(SETUP) ## generate kvpool/v1 from protos/
 	$(call timed,generate kvpool/v1,PYTHON=$(BIN)/python tools/gen_protos .)
 
+sim: $(SETUP) ## a simulated pool under faults: SEEDS=500 runs, or SEED=n that one again
+	$(call timed,simulation,$(BIN)/python -m kvpool.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)))
+
 reports: $(SETUP) $(TORCH) ## what is long at full size; results in reports/
 	$(call timed,full-size runs,mkdir -p reports && KVPOOL_TEST_FULL=1 $(BIN)/python -m pytest -q -m reports --junitxml=reports/junit.xml $(ARGS))
 

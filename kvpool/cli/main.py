@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli import blocks, config_cmd, demo, drain, ns, replay, roles, status, up
+from kvpool.cli import blocks, config_cmd, demo, drain, ns, replay, roles, sim, status, up
 from kvpool.cli.common import PoolGroup
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command("master")(roles.master)
 app.command("worker")(roles.worker)
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
+app.command("sim")(sim.sim)
 app.command("status")(status.status)
 app.add_typer(ns.app, name="ns")
 app.command("ls")(blocks.ls)

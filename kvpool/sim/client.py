@@ -179,15 +179,16 @@ class Masters:
 
 
 class SimClient:
-    """One client. `memories`: what a local client can look into, by (worker, incarnation). `wire_flips`: share of blocks that lose
-    a bit on the way."""
+    """One client. `memories`: what a local client can look into, by (worker, incarnation). `wire_flips`: share of blocks of which
+    a bit turns over on the way. `stumbles`: share of copies out of shared memory that the process stands still in the middle of."""
 
     def __init__(
         self, process: Process, network: Network, *, masters: Sequence[str], memories: Mapping[tuple[str, int], SimDram],
-        mirrored: bool, wire_flips: float, on_flip: Callable[[], None],
+        mirrored: bool, wire_flips: float, on_flip: Callable[[], None], stumbles: float, on_stumble: Callable[[], None],
     ) -> None:  # fmt: skip
         self.process, self.network, self.loop = process, network, process.loop
         self.memories, self.wire_flips, self.on_flip = memories, wire_flips, on_flip
+        self._stumbles, self._on_stumble = stumbles, on_stumble
         self.masters = Masters(network, process, masters)
         options: Any = None
         self.peers = Peers(host_id=process.host, options=options, now_s=process.now_s)
@@ -205,6 +206,11 @@ class SimClient:
         raw = bytearray(data)
         raw[self.process.random.randrange(len(raw))] ^= 1
         return bytes(raw)
+
+    def stumble(self) -> None:
+        """In the middle of a copy."""
+        if self._stumbles and self.process.random.random() < self._stumbles:
+            self._on_stumble()
 
     def follow(self, uid: NamespaceUid) -> None:
         """Before the mirror's stream begins."""
@@ -611,6 +617,7 @@ class _Get:
                 place = answer.places[i]
                 assert place is not None
                 firsts[i] = memory.read(uid, place[0])[:half]
+            self.client.stumble()
             await sleep(self.client.loop, 0.00005)
             for i in shared:
                 place = answer.places[i]

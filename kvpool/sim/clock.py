@@ -43,6 +43,7 @@ class Process:
         self.rate = 1.0  # how fast its clock runs
         self.parked: list[asyncio.Handle] = []
         self.on_end: list[Callable[[], None]] = []
+        loop.processes.append(self)
         self._context = _WORLD.copy()
         self._context.run(_PROCESS.set, self)
 
@@ -73,10 +74,9 @@ class Process:
             self.parked = []
 
     def kill(self) -> None:
-        """Ends it as SIGKILL does: nothing of it runs any more, not even its `finally`."""
+        """Ends it as SIGKILL does: nothing of it runs any more, not even its `finally` (what would have is kept for `end`)."""
         if self.alive:
             self.alive, self.paused = False, False
-            self.parked = []
             ends, self.on_end = self.on_end, []
             for call in ends:
                 self.loop.call_soon(call, context=_WORLD)
@@ -101,6 +101,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._prune_at = 256
         self._jobs: dict[Any, deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]]] = {}
         self._ending = False
+        self.processes: list[Process] = []
         self.steps = 0
         self.troubles: list[str] = []
 
@@ -210,12 +211,9 @@ class SimLoop(asyncio.AbstractEventLoop):
                 if handle._cancelled:
                     continue
                 process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
-                if process is not None and not self._ending:
-                    if not process.alive:
-                        continue
-                    if process.paused:
-                        process.parked.append(handle)
-                        continue
+                if process is not None and (process.paused or not process.alive) and not self._ending:
+                    process.parked.append(handle)
+                    continue
                 self.steps += 1
                 handle._run()
             if self.steps > STEPS_MAX:
@@ -244,6 +242,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._prune()
         troubles = list(self.troubles)
         self._ending = True
+        for process in self.processes:
+            self.requeue(process.parked)
+            process.parked = []
         for _ in range(8):
             left = [task for task in self._tasks if not task.done()]
             if not left:

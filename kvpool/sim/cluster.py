@@ -49,7 +49,8 @@ class Scenario:
     n_chains: int
     chain_blocks: int
     shared_blocks: int
-    wire_flips: float  # share of answers with a flipped bit
+    wire_flips: float  # share of blocks with a flipped bit
+    stumbles: float  # share of copies in the middle of which the reader stands still
     faults: tuple[str, ...]
     fault_every_s: float
     quality: Quality
@@ -68,6 +69,7 @@ class Worker:
         self.name, self.host, self.disk = name, name, disk
         self.process: Process | None = None
         self.node: SimNode | None = None
+        self.plane: Plane | None = None
         self.agent: SimAgent | None = None
         self.starts = 0
 
@@ -197,7 +199,7 @@ class Cluster:
             if key not in node.table.spaces[uid].blocks:
                 self.checker.fail("C7", f"a good record of the block on {name}'s SSD was not taken over at its start", key)
         self.memories[name, incarnation] = node.memory
-        Plane(node, self.network, f"{name}:data", on_commit=lambda key: self._on_commit(name, key))
+        one.plane = Plane(node, self.network, f"{name}:data", on_commit=lambda key: self._on_commit(name, key))
         process.spawn(node.movement.run(), name=f"{name} mover")
         process.spawn(node.expire(), name=f"{name} holds")
         node.kick_mover()
@@ -228,10 +230,24 @@ class Cluster:
             else:
                 one.master = None
 
+    def freeze(self, name: str, host: str, process: Process, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
+        self.touch(host, for_s=for_s)
+        self.note(name, f"is paused for {for_s:.3f} s")
+        process.pause()
+        self.loop.in_world(for_s, self._thaw, name, host, process)
+
+    def _thaw(self, name: str, host: str, process: Process) -> None:
+        if process.alive and process.paused:
+            self.touch(host)
+            self.note(name, "goes on")
+            process.resume()
+
     def add_client(self, name: str, host: str, *, mirrored: bool) -> Client:
         process = self._process(name, host)
         client = SimClient(process, self.network, masters=list(self.masters), memories=self.memories, mirrored=mirrored,
-                           wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host))  # fmt: skip
+                           wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host), stumbles=self.scenario.stumbles,
+                           on_stumble=lambda: self.freeze(name, host, process, self.random.uniform(0.5, 5.0)))  # fmt: skip
         for spec in self.specs:
             client.follow(spec.uid)
         found = self.clients[name] = Client(name, host, process, client)

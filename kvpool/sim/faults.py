@@ -12,7 +12,7 @@ from typing import Final
 from kvpool.sim.clock import Process
 from kvpool.sim.cluster import STORE_HOST, Cluster, Master, Worker
 
-FOREVER_S: Final = 1e9
+LEAVE_S: Final = 1.5  # then it is killed, wherever it stands
 
 
 class Faults:
@@ -89,36 +89,32 @@ class Faults:
     def worker_leave(self) -> bool:
         """SIGTERM: it says good-bye, and comes back."""
         worker = self._worker()
-        agent, process = worker.agent, worker.process
-        if agent is None or process is None or worker.node is None or process.paused:
+        plane, agent, process = worker.plane, worker.agent, worker.process
+        if plane is None or agent is None or process is None or worker.node is None or process.paused:
             return False
         down_s = self._some_s(0.2, 2.0)
-        self.cluster.touch(worker.host, for_s=down_s + 1.0)
+        self.cluster.touch(worker.host, for_s=down_s + LEAVE_S)
         self.cluster.note(worker.name, "leaves")
-        process.spawn(agent.leave("stopping"), name=f"{worker.name} leave")
+
+        async def leave() -> None:
+            await plane.drain(LEAVE_S / 3)
+            await agent.leave("stopping")
+            self._later(0.0, stop)
 
         def stop() -> None:
-            if worker.process is process:
+            if worker.process is process and process.alive:
                 self.cluster.kill(worker)
                 self._later(down_s, lambda: self._restart_worker(worker))
 
-        self._later(0.5, stop)
+        process.spawn(leave(), name=f"{worker.name} leave")
+        self._later(LEAVE_S, stop)
         return True
 
     def _freeze(self, name: str, host: str, process: Process | None, for_s: float) -> bool:
         if process is None or not process.alive or process.paused:
             return False
-        self.cluster.touch(host, for_s=for_s)
-        self.cluster.note(name, f"is paused for {for_s:.3f} s")
-        process.pause()
-        self._later(for_s, lambda: self._thaw(name, host, process))
+        self.cluster.freeze(name, host, process, for_s)
         return True
-
-    def _thaw(self, name: str, host: str, process: Process) -> None:
-        if process.alive and process.paused:
-            self.cluster.touch(host)
-            self.cluster.note(name, "goes on")
-            process.resume()
 
     def worker_pause(self) -> bool:
         worker = self._worker()

@@ -1,4 +1,4 @@
-"""What the clients of a run do, for the checker to judge: puts of chains, gets of prefixes, holds and gets under them, removals."""
+"""What the clients of a run do, for the checker to judge: puts of chains, gets of prefixes, holds, gets under them, removals."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ leads, and goes on with what it has in memory while nobody can say who leads (`c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -60,7 +61,8 @@ class Call:
             return None
 
     async def write(self, message: Any) -> None:
-        self._end.send(message)
+        with contextlib.suppress(Reset):  # the call is about to be cancelled
+            self._end.send(message)
 
 
 class SimMaster:

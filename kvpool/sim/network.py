@@ -142,9 +142,13 @@ class Network:
         self._listening[address] = process, handler
         process.on_end.append(lambda: self._died(process))
 
-    def _died(self, process: Process) -> None:
+    def unlisten(self, process: Process) -> None:
+        """No new connections to this process."""
         for address in [a for a, (p, _) in self._listening.items() if p is process]:
             del self._listening[address]
+
+    def _died(self, process: Process) -> None:
+        self.unlisten(process)
         told = process.host not in self.gone_hosts
         for end in [end for end in self._ends if end.process is process]:
             end.over = True

@@ -66,13 +66,14 @@ def draw_scenario(seed: int) -> Scenario:
         n_workers=draw.choice((1, 2, 2, 3)),
         n_clients=draw.choice((2, 3)),
         n_namespaces=draw.choice((1, 1, 2)),
-        dram_blocks=draw.choice((10, 16, 24)),
+        dram_blocks=draw.choice((6, 10, 16, 24)),
         ssd_blocks=ssd_blocks,
         replicas=draw.choice((1, 1, 2)),
         n_chains=draw.choice((2, 4, 6)),
         chain_blocks=draw.choice((3, 6, 8)),
         shared_blocks=2,
         wire_flips=draw.choice((0.0, 0.0, 0.002)),
+        stumbles=draw.choice((0.0, 0.0, 0.02)),
         faults=faults,
         fault_every_s=draw.choice((0.3, 0.7, 1.5)),
         quality=Quality(delay_s=draw.choice((0.0001, 0.0005, 0.002)), slow_share=draw.choice((0.0, 0.01, 0.05)),
@@ -97,11 +98,10 @@ def run(seed: int, *, scenario: Scenario | None = None, alter: Callable[[Cluster
         loop.run_until(shape.active_s + shape.calm_s)
         _check_end(cluster)
         digest, steps, now = cluster.story.digest(), loop.steps, loop.time()
+        logged = list(errors)
         cluster.network.down = True
-        for trouble in loop.end():
+        for trouble in [*loop.end(), *logged]:
             cluster.checker.fail("bug", trouble, None)
-        for line in errors:
-            cluster.checker.fail("bug", line, None)
     return Outcome(seed, cluster.checker.violations, digest, cluster.checker.counts, faults.counts, steps, now, cluster)
 
 

@@ -38,6 +38,11 @@ def parts_right(key: Key, data: bytes) -> int:
     return sum(value[at : at + PART_BYTES] == data[at : at + PART_BYTES] for at in range(0, len(value), PART_BYTES))
 
 
+def bits_wrong(key: Key, data: bytes) -> int:
+    """In how many bits the data differ from the key's value."""
+    return (int.from_bytes(value_of(key), "little") ^ int.from_bytes(data, "little")).bit_count()
+
+
 class Chains:
     """Prefix hashes by name: chain number c, block i. Two chains may share their first blocks."""
 

@@ -86,7 +86,10 @@ class Plane:
 
     def __init__(self, node: SimNode, network: Network, address: str, *, on_commit: Callable[[bytes], None]) -> None:
         self.node, self.loop, self.on_commit = node, node.process.loop, on_commit
+        self._network = network
+        self._stopping = False
         self._owners = 0
+        self._busy: dict[int, None] = {}
         self._tasks: dict[int, tuple[Endpoint, asyncio.Task[None]]] = {}
         network.listen(node.process, address, self._accept)
         node.on_drop_owners(self._drop)
@@ -97,6 +100,18 @@ class Plane:
         task = self.node.process.spawn(self._serve(end, owner), name=f"{self.node.worker_id} connection")
         end.on_end.append(lambda: _cancel(task))
         self._tasks[owner] = end, task
+
+    async def drain(self, timeout_s: float) -> None:
+        """`DataPlane.drain`: no new connections, those at rest are closed, running requests finish."""
+        self._stopping = True
+        self._network.unlisten(self.node.process)
+        for owner, (end, task) in list(self._tasks.items()):
+            if owner not in self._busy:
+                end.close()
+                task.cancel()
+        until = self.loop.time() + timeout_s
+        while self._tasks and self.loop.time() < until:
+            await sleep(self.loop, 0.01)
 
     def _drop(self, owners: list[int]) -> None:
         for owner in owners:
@@ -110,13 +125,19 @@ class Plane:
         try:
             while True:
                 ask: Ask = await end.recv()
+                self._busy[owner] = None
                 answer = await self._handle(ask, end, owner)
                 if answer is not None:
                     end.send(answer)
+                del self._busy[owner]
+                if self._stopping:
+                    end.close()
+                    return
         except (Reset, asyncio.CancelledError):
             return  # cancelled by the end of the connection
         finally:
             self._tasks.pop(owner, None)
+            self._busy.pop(owner, None)
             node.table.release_owner(owner)
             node.after_decision()
 
