@@ -152,7 +152,8 @@ class Elector:
         self._unanswered_ms = sent_ms
         self._core.failed(ask.number, self._clock())
         trouble = type(error).__name__
-        log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "event=lease_unanswered error=%r", str(error))
+        log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, "event=lease_unanswered error=%r",
+                str(error) or "no answer in time")  # fmt: skip
         self._trouble = trouble
 
     def _tell(self) -> None:

@@ -152,7 +152,7 @@ class RedisLink:
         self.place = place
         self.counts = LinkCounts()
         self._slot_key = slot_key
-        self._client: Any = None
+        self._clients: dict[str, Any] = {}  # lane -> client: commands that are cancelled cost the other lane no connection
         self._sentinel: Any = None
         self._finding = asyncio.Lock()
         self._slots = {
@@ -174,7 +174,7 @@ class RedisLink:
         async with self._errors(), asyncio.timeout(deadline_s), self._slots[lane]:
             elsewhere: Any = (problem.ConnectionError, *_moved(problem))
             for last in (False, True):
-                client = await self._primary()
+                client = await self._primary(lane)
                 try:
                     if len(commands) == 1:
                         return [await client.execute_command(*commands[0])]
@@ -220,7 +220,7 @@ class RedisLink:
             raise QuotaExceeded(f"store: {self.place} is full (its maxmemory)") from error
         except problem.ResponseError as error:
             raise self._refusal(str(error)) from error
-        except (problem.RedisError, ValueError, UnicodeDecodeError) as error:
+        except (problem.RedisError, ValueError, AttributeError) as error:  # the last: of a connection that was closed under it
             self.counts.unavailable += 1
             raise StoreUnavailable(f"store: {self.place} does not speak as redis does: {self._clean(error)}") from error
 
@@ -250,18 +250,18 @@ class RedisLink:
 
     # --- the primary ----------------------------------------------------------------------------------------------------
 
-    async def _primary(self) -> Any:
-        if self._client is not None:
-            return self._client
+    async def _primary(self, lane: str) -> Any:
+        if lane in self._clients:
+            return self._clients[lane]
         async with self._finding:
-            if self._client is None:
+            if lane not in self._clients:
                 client = await self._find()
                 if self.closed:  # while it was looked for
                     await client.aclose()
                     raise StoreUnavailable(f"store: the connection to {self.place} was closed")
-                self._client = client
+                self._clients[lane] = client
                 self.counts.primaries_found += 1
-            return self._client
+            return self._clients[lane]
 
     def _settings(self) -> dict[str, Any]:
         from redis.asyncio.retry import Retry
@@ -318,19 +318,20 @@ class RedisLink:
 
     async def _forget(self, client: Any) -> None:
         """The primary is looked for anew by the next attempt; other calls that are under way there end by themselves."""
-        if self._client is client:
-            self._client = None
+        lane = next((lane for lane, one in self._clients.items() if one is client), None)
+        if lane is not None:
+            del self._clients[lane]
             with contextlib.suppress(Exception):
                 await client.aclose()
 
     async def close(self) -> None:
         """Ends all connections; bounded, raises nothing. Calls that are under way end with StoreUnavailable."""
         self.closed = True
-        client, self._client = self._client, None
+        clients, self._clients = self._clients, {}
         sentinel, self._sentinel = self._sentinel, None
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CLOSE_S):
-                if client is not None:
+                for client in clients.values():
                     await client.aclose()
                 for node in sentinel.sentinels if sentinel is not None else ():
                     await node.aclose()

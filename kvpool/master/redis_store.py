@@ -48,6 +48,7 @@ from kvpool.master.store import (
 log = logging.getLogger(__name__)
 
 WRITE_S: Final = 1.5  # a whole write: its turn, the script, the replica
+WARM_S: Final = 2.0  # to connect, after a request about the lease failed
 WAIT_MS: Final = 100  # for a replica; shorter than a read's timeout
 REPLICAS_KNOWN_S: Final = 5.0  # then redis is asked again how many there are
 PAGE: Final = 256  # records or log entries in one answer
@@ -90,6 +91,7 @@ class RedisStore:
         self._replicas = 0
         self._replicas_at = -REPLICAS_KNOWN_S
         self._keeper: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     @property
     def link_counts(self) -> Any:
@@ -148,6 +150,9 @@ class RedisStore:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
         self._epoch = None
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
         await self._link.close()
 
     # --- the lease: what an Elector asks for ----------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class RedisStore:
     async def take(self, *, floor: Epoch, address: str) -> LeaseReply:
         """The lease and a new epoch above `floor`, or who has it. With replicas, one has the epoch, or WAIT_MS are over."""
         script = ["EVAL", scripts.TAKE, 2, self._meta, self._lease, self.owner, address, self.terms.ttl_ms, floor]
-        reply = _lease_reply((await self._link.calls([script, *self._wait()], lane="lease"))[0])
+        reply = _lease_reply((await self._lease_calls([script, *self._wait()]))[0])
         if reply.granted:
             self._number = self._confirmed = reply.writes
         else:
@@ -169,12 +174,25 @@ class RedisStore:
     async def renew(self, epoch: Epoch, *, address: str) -> LeaseReply:
         confirmed = self._confirmed
         script = ["EVAL", scripts.RENEW, 2, self._meta, self._lease, self.owner, epoch, self.terms.ttl_ms, address]
-        reply = _lease_reply(await self._link.call(*script, lane="lease"))
+        reply = _lease_reply((await self._lease_calls([script]))[0])
         if reply.granted and reply.writes < confirmed and epoch == self._epoch:
             self.counts.rolled_back += 1
             self._confirmed = reply.writes
             log.error("event=store_rolled_back store=%s lost_writes=%d", self.place, confirmed - reply.writes)
         return reply
+
+    async def _lease_calls(self, commands: list[list[Any]]) -> list[Any]:
+        try:
+            return await self._link.calls(commands, lane="lease")
+        except BaseException:  # cancelled too: its connection is gone, and making one may take longer than a reply may
+            if self._warming is None or self._warming.done():
+                self._warming = asyncio.create_task(self._warm(), name="kvpool-lease-warm")
+            raise
+
+    async def _warm(self) -> None:
+        """Leaves a connection for the next request about the lease."""
+        with contextlib.suppress(KVPoolError):
+            await self._link.call("PING", lane="lease", deadline_s=WARM_S)
 
     async def release(self, epoch: Epoch) -> None:
         await self._link.call("EVAL", scripts.RELEASE, 2, self._meta, self._lease, self.owner, epoch, lane="lease")

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 NAMESPACES_MAX: Final = 10_000  # all of them go into every Welcome
 KNOWN_WORKERS_MAX: Final = 4_096  # workers that may have blocks while they are away; past it the oldest are forgotten
+LOAD_NAMESPACES: Final = 16  # whose removals are read at the same time
 PURGE_KEYS: Final = 8_192  # looked at in one step of a purge: a few ms of the loop
 TIERS_ONLY: Final = bytes(state & 0x0F for state in range(256))
 DOWN: Final = int(WorkerState.DOWN)
@@ -117,8 +118,7 @@ class MasterState:
 
     async def load(self) -> None:
         """Reads back what the store has. Workers that were connected when a master last wrote are waited for (`complete`)."""
-        for record in await self.store.namespaces():
-            entries = await self.store.removals(record.spec.uid)
+        for record, entries in await self._with_removals(await self.store.namespaces()):
             removals = RemovalLog.of(entries, keys_max=self.settings.removal_log_max, seq=record.spec.removal_seq)
             self._add(Namespace(replace(record.spec, removal_seq=removals.seq), removals, record.ordinal, born_here=False))
             self._ordinal = max(self._ordinal, record.ordinal)
@@ -127,6 +127,15 @@ class MasterState:
                 worker = replace(worker, seen_ordinal=self._ordinal)
             self.records[worker.worker_id] = worker
         self.members = self._membership([w.worker_id for w in self.records.values() if w.connected])
+
+    async def _with_removals(self, records: list[NamespaceRecord]) -> list[tuple[NamespaceRecord, Sequence[Removal]]]:
+        """Each with what its log has, some of them read at the same time: a store may be far away."""
+        found: list[tuple[NamespaceRecord, Sequence[Removal]]] = [(r, ()) for r in records if not r.spec.removal_seq]
+        some = [record for record in records if record.spec.removal_seq]
+        for start in range(0, len(some), LOAD_NAMESPACES):
+            part = some[start : start + LOAD_NAMESPACES]
+            found += zip(part, await asyncio.gather(*(self.store.removals(r.spec.uid) for r in part)), strict=True)
+        return found
 
     # --- namespaces -----------------------------------------------------------------------------------------------------
 
