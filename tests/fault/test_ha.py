@@ -400,7 +400,7 @@ def dump(redis: RedisServer, key: str) -> bytes:
 
 def test_B36_an_answer_of_redis_never_meets_another_call(make: Make, redis: RedisServer) -> None:
     proxy = TcpProxy(redis.address)
-    proxy.pass_on(delay_s=0.1)
+    proxy.pass_on(delay_s=0.05)  # each way
     n_calls, n_threads = scaled(300, 2000), 50
     try:
         pool = make(store=f"redis://kvpool:{PASSWORD}@{proxy.address}/0", n_masters=1, n_workers=1)
@@ -410,28 +410,31 @@ def test_B36_an_answer_of_redis_never_meets_another_call(make: Make, redis: Redi
 
         def one(number: int) -> None:
             """A namespace of its own name and block size, then a removal in it."""
-            chance = random.Random(number)
+            chance, said = random.Random(number), "not created"
             client = clients[0] if number < n_calls // 2 else clients[-1]
             name, block_bytes = f"stamp-{number}", 4096 + 512 * number
             try:
-                limit_ms = max(1, chance.uniform(0, 150)) if number % 4 else 5000  # some have the time
+                limit_ms = max(1, chance.uniform(0, 150)) if number % 3 else 5000  # some have the time
                 ns = keyspace(client, name, block_bytes, deadline_ms=limit_ms)
                 assert (ns.name, ns.block_bytes) == (name, block_bytes)
-                done = ns.remove(hash_of(ns, number), deadline_ms=max(1, chance.uniform(0, 150)))
+                said = "created"
+                done = ns.remove(hash_of(ns, number), deadline_ms=limit_ms)
                 assert done.outcomes in ([RemoveOutcome.ABSENT], [RemoveOutcome.PENDING]), done
-                said = "right"
+                said = "removed"
             except KVPoolError as error:
-                said = type(error).__name__
+                said = f"{said} {type(error).__name__}"
             with lock:
                 counts[said] = counts.get(said, 0) + 1
             if number == n_calls // 4:
-                clients[0].close()  # half-way, with others' calls under way
-                clients[0] = pool.connect(mirror=False)
+                old, clients[0] = clients[0], pool.connect(mirror=False)
+                old.close()  # half-way, with others' calls under way
 
         with ThreadPoolExecutor(n_threads) as threads:
             list(threads.map(one, range(n_calls)))
-        assert counts.get("right", 0) > 0 and counts.get("KVPoolError", 0) == 0, counts
-        assert set(counts) <= {"right", "MasterUnavailable", "StoreUnavailable", "DeadlineExceeded", "InvalidArgument"}, counts
+        print(f"{n_calls} calls: {counts}")
+        assert counts.pop("removed", 0) > n_calls // 20, counts
+        clean = ("MasterUnavailable", "StoreUnavailable", "DeadlineExceeded", "InvalidArgument")  # the last: of the closed client
+        assert all(said.split()[-1] in clean for said in counts), counts
         client = pool.connect(mirror=False)
         told = client.describe(deadline_ms=DEADLINE_MS)["namespaces"]
         for one_of in told:
@@ -445,6 +448,5 @@ def test_B36_an_answer_of_redis_never_meets_another_call(make: Make, redis: Redi
         assert len(names) == len(set(names)) and set(names) >= {one_of["name"] for one_of in told}
         for one_of in again:
             assert one_of["block_bytes"] == 4096 + 512 * int(one_of["name"].removeprefix("stamp-")), one_of
-        print(f"{n_calls} calls: {counts}")
     finally:
         proxy.close()
