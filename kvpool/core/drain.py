@@ -203,6 +203,8 @@ class Progress:
 
     def begin(self, blocks: int, n_bytes: int, *, now_ms: float) -> None:
         """A look found this much to move."""
+        if self._since_ms is not None:  # the pass before was cut short
+            self._busy_ms += now_ms - self._since_ms
         self.phase, self.reason = Phase.MOVING, ""
         self.blocks_left, self.bytes_left = blocks, n_bytes
         self._since_ms = now_ms

@@ -4,8 +4,8 @@
                                   ▲                                                         └▶ none moved: STUCK ─┐
                                   └────────────────── after a while, or when something was stored here ◀──────────┘
 
-Owns the thread that does it, the links to other workers and the channel for its questions. Does not own: order, speed and room
-(`core.drain`), who drains (the master keeps the operator's wish; a signal is `server`'s).
+Owns the thread that does it and the links to other workers. Does not own: order, speed and room (`core.drain`), what is asked of
+the master (`elsewhere`), who drains (the master keeps the operator's wish; a signal is `server`'s).
 
 A copy stays here too: a drain that is cut short or cancelled has cost nothing. Nothing that is removed meanwhile comes back: a
 move carries the removals that were applied here when its blocks were taken, and a worker that is further refuses it. Bytes are
@@ -19,22 +19,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import grpc
-import numpy as np
-
-from kvpool.core.drain import Pace, Phase, Progress, Rooms, batch_of, batched, chains, parent_key
+from kvpool.core.drain import Pace, Phase, Progress, batch_of, batched, chains, parent_key
 from kvpool.core.hashing import chunk_sums
 from kvpool.core.placement import Candidate, place
-from kvpool.core.types import BlockCode, Key, NamespaceUid, Tiers, WorkerId
-from kvpool.errors import KVPoolError, NamespaceNotFound
+from kvpool.core.types import BlockCode, Tiers, WorkerId
+from kvpool.errors import KVPoolError
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, Range, WorkerLink
 from kvpool.transport.choose import link as make_link
 from kvpool.transport.host import host_id
-from kvpool.transport.rpc import open_channel, raise_for
 from kvpool.v1 import master_pb2 as pb
-from kvpool.v1 import master_pb2_grpc
+from kvpool.worker.elsewhere import Elsewhere
 from kvpool.worker.tiers.base import TierError, Trouble
 
 if TYPE_CHECKING:
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_KEYS: Final = 8192  # of one question: some ms of the master's loop
-ASK_S: Final = 3.0  # for the master to answer one
 ROOMS_S: Final = 0.5  # then the others' room is asked anew: as often as they tell it
 MOVE_S: Final = 2.0  # for one batch, and its bytes at SLOWEST_BYTES a second
 SLOWEST_BYTES: Final = 100_000_000
@@ -54,8 +49,6 @@ STORED_S: Final = 0.25  # how often it is seen whether something was stored mean
 SETTLE_S: Final = 0.1  # a worker that leaves waits so long for others to say that they do too
 AVOID_S: Final = 2.0  # a worker that failed is left alone for so long
 CLOSE_S: Final = 2.0  # for the thread to end: calls under way are cut
-UP: Final = 1  # HolderInfo.state
-JOINING: Final = 0
 _THERE: Final = (int(BlockCode.STORED), int(BlockCode.ALREADY), int(BlockCode.UNLISTED))
 
 
@@ -69,7 +62,6 @@ class Drainer:
 
     def __init__(self, node: Node, *, token: str, master: Callable[[], str], beat: Callable[[], None]) -> None:
         self._node = node
-        self._token = token
         self._master = master
         self._beat = beat
         self._options = LinkOptions(token=token, client=f"drain of {node.worker_id}", host_id=host_id())
@@ -83,11 +75,8 @@ class Drainer:
         self._pace = Pace()
         self._progress = Progress()
         # of the thread alone:
-        self._channel: tuple[str, Any] | None = None
+        self._elsewhere = Elsewhere(node.worker_id, token=token, master=master)
         self._links: dict[str, WorkerLink] = {}
-        self._others: dict[str, pb.HolderInfo] = {}
-        self._rooms = Rooms()
-        self._rooms_at = 0.0
         self._avoided: dict[str, float] = {}
         self._trouble = ""
         self._anybody = False  # had room, when last asked for
@@ -169,8 +158,7 @@ class Drainer:
         finally:
             for link in self._links.values():
                 link.close()
-            if self._channel is not None:
-                self._channel[1].close()
+            self._elsewhere.close()
 
     def _guarded_pass(self, wish: int) -> float:
         """One pass; how long to wait after it."""
@@ -188,10 +176,10 @@ class Drainer:
 
     def _pass(self, wish: int) -> float:
         """Looks, and moves what it finds."""
-        self._look_around()
-        if self._leaving and self._others:
+        self._elsewhere.look_around()
+        if self._leaving and self._elsewhere.others:
             self._pause(SETTLE_S, wish)
-            self._look_around()
+            self._elsewhere.look_around()
         blocks, used_at = self._only_here(wish)
         n_bytes = sum(block.size for block in blocks)
         with self._wake:
@@ -217,7 +205,7 @@ class Drainer:
 
     def _why_stuck(self, n: int, n_bytes: int) -> str:
         what = f"{n} blocks ({n_bytes} bytes)"
-        if not self._others:
+        if not self._elsewhere.others:
             return f"no other worker is up to take {what}"
         if self._anybody:
             return f"{what} could not be moved: {self._trouble or 'they went away meanwhile'}"
@@ -247,43 +235,17 @@ class Drainer:
         while time.monotonic() < until and self._node.table.counters["stored"] == stored:
             self._pause(STORED_S, wish)
 
-    # --- questions to the master ----------------------------------------------------------------------------------------
-
-    def _ask(self, method: str, request: Any) -> Any:
-        address = self._master()
-        if not address:
-            raise KVPoolError("the master is away")
-        if self._channel is None or self._channel[0] != address:
-            if self._channel is not None:
-                self._channel[1].close()
-            self._channel = (address, open_channel(address, self._token))
-        stub = master_pb2_grpc.MasterStub(self._channel[1])  # type: ignore[no-untyped-call]
-        try:
-            return getattr(stub, method)(request, timeout=ASK_S)
-        except grpc.RpcError as error:
-            raise_for(error, address=address)
-
-    def _look_around(self) -> None:
-        """Who may be written to, and has how much room: in DRAM, and on SSD where that works."""
-        reply = self._ask("Describe", pb.DescribeRequest())
-        others, rooms = {}, {}
-        for worker in reply.workers:
-            if worker.info.state != UP or worker.info.worker_id == self._node.worker_id:
-                continue
-            name = worker.info.worker_id
-            tiers = [tier for tier in worker.tiers if tier.state == "ok"]
-            others[name] = worker.info
-            free_bytes = sum(max(0, tier.capacity_bytes - tier.used_bytes) for tier in tiers)
-            rooms[name] = (free_bytes, sum(tier.capacity_bytes for tier in tiers))
-        self._others, self._rooms_at = others, time.monotonic()
-        self._rooms.told(rooms, now_ms=_now_ms())
+    # --- what is to be moved ----------------------------------------------------------------------------------------------
 
     def _only_here(self, wish: int) -> tuple[list[Block], dict[Block, int]]:
         """Blocks of which no other worker that stays has a copy, and when each was used."""
         node = self._node
         keeps_ssd = self._leaving and not self._wanted
         with node.lock:
-            everything = [list(space.blocks.values()) for space in node.table.spaces.values() if not space.blocked]
+            everything = [list(space.blocks.values()) for space in node.table.spaces.values() if space.blocks]
+            waiting = [uid for uid, space in node.table.spaces.items() if space.blocks and isinstance(node.served(uid), tuple)]
+        if waiting:  # right after a start: what is there may have been removed
+            raise KVPoolError(f"removals of {len(waiting)} namespaces are being caught up with")
         found: list[Block] = []
         used_at: dict[Block, int] = {}
         for blocks in everything:
@@ -294,7 +256,7 @@ class Drainer:
                     ticks = [node.table.used_at(block) for block in part]
                 if not part:
                     continue
-                homes = self._homes(part[0].ns, [block.key for block in part])
+                homes = self._elsewhere.homes(part[0].ns, [block.key for block in part])
                 if homes is None:
                     break  # the namespace is being deleted
                 for block, tick, home in zip(part, ticks, homes, strict=True):
@@ -303,24 +265,6 @@ class Drainer:
                         used_at[block] = tick
         return found, used_at
 
-    def _homes(self, uid: NamespaceUid, keys: Sequence[Key]) -> list[str] | None:
-        """Per key a worker that stays and has it, or ""; None: the master does not know the namespace."""
-        try:
-            reply = self._ask("Locate", pb.LocateRequest(namespace=uid, keys=b"".join(keys)))
-        except NamespaceNotFound:
-            return None
-        me = self._node.worker_id
-        stay = {i.holder: i.worker_id for i in reply.holder_infos if i.state in (UP, JOINING) and i.worker_id != me}
-        if not stay:
-            return [""] * len(keys)
-        counts = np.frombuffer(reply.n_replicas, dtype=np.uint8)
-        holders = np.frombuffer(reply.holders, dtype="<u4")
-        homes = [""] * len(keys)
-        of_key = np.repeat(np.arange(len(counts)), counts)
-        for index in np.flatnonzero(np.isin(holders, list(stay))).tolist():
-            homes[of_key[index]] = stay[int(holders[index])]
-        return homes
-
     # --- moving ---------------------------------------------------------------------------------------------------------
 
     def _move(self, part: list[Block], wish: int) -> None:
@@ -328,12 +272,12 @@ class Drainer:
         home = ""
         while part:
             self._pause(self._pace.wait_ms(_now_ms()) / 1e3, wish)
-            if time.monotonic() - self._rooms_at > ROOMS_S:
-                self._look_around()
+            if time.monotonic() - self._elsewhere.looked_at > ROOMS_S:
+                self._elsewhere.look_around()
             name = self._target(part, home=home)
             if name is None:
                 return
-            room, n = self._rooms.of(name), 0
+            room, n = self._elsewhere.rooms.of(name), 0
             while n < len(part) and part[n].size <= room:
                 room -= part[n].size
                 n += 1
@@ -345,7 +289,7 @@ class Drainer:
         worker could take any of them."""
         now = time.monotonic()
         first = min(part, key=lambda block: block.size) if smallest else part[0]
-        roomy = [name for name in self._rooms.names() if self._rooms.of(name) >= first.size]
+        roomy = [name for name in self._elsewhere.rooms.names() if self._elsewhere.rooms.of(name) >= first.size]
         usable = [name for name in roomy if self._avoided.get(name, 0.0) <= now]
         self._anybody = bool(roomy)
         if not usable:
@@ -354,10 +298,10 @@ class Drainer:
             return usable[0]
         above = parent_key(first)
         if not home and above is not None:
-            home = next(iter(self._homes(first.ns, [above]) or ()), "")
+            home = next(iter(self._elsewhere.homes(first.ns, [above]) or ()), "")
+        rooms, others = self._elsewhere.rooms, self._elsewhere.others
         candidates = [
-            Candidate(WorkerId(name), self._others[name].host_id, self._rooms.of(name), self._others[name].capacity_bytes)
-            for name in usable
+            Candidate(WorkerId(name), others[name].host_id, rooms.of(name), others[name].capacity_bytes) for name in usable
         ]
         need = sum(block.size for block in part)
         chosen = place(candidates, key=first.key, parent_workers=[WorkerId(home)], need_bytes=need)
@@ -378,18 +322,18 @@ class Drainer:
         there = [block for block, code in zip(blocks, codes, strict=True) if code in _THERE]
         n_bytes = sum(block.size for block in blocks)
         self._pace.sent(n_bytes, _now_ms())
-        self._rooms.sent(name, n_bytes, now_ms=_now_ms())
+        self._elsewhere.rooms.sent(name, n_bytes, now_ms=_now_ms())
         if len(there) < len(blocks):
-            self._rooms.full(name)
+            self._elsewhere.rooms.full(name)
         self._count(there, moved=len(there))
         return len(blocks)
 
     def _write(self, name: str, blocks: list[Block], views: list[memoryview], fence: int, deadline: float) -> bytes:
         link = self._links.get(name)
-        if link is None or link.incarnation != self._others[name].incarnation:
+        if link is None or link.incarnation != self._elsewhere.others[name].incarnation:
             if link is not None:
                 link.close()
-            self._links[name] = link = make_link(self._others[name], self._options, deadline=deadline)
+            self._links[name] = link = make_link(self._elsewhere.others[name], self._options, deadline=deadline)
             if self._closed:
                 raise LinkError(LinkCause.CLOSED, "this worker stops")
         held = link.reserve(batch_of(blocks), [view.nbytes for view in views], deadline=deadline, fence=fence)

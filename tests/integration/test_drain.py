@@ -272,6 +272,56 @@ def test_what_is_removed_during_a_drain_does_not_come_back(make_cluster: MakeClu
     assert_all_there(cluster.connect(), range(1, 30, 2))
 
 
+def test_blocks_on_ssd_go_too_and_into_anothers_ssd(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(n_workers=2, dram="2MiB", ssd="64MiB")
+    ns = cluster.connect().namespace("drain", LAYOUT, create=True)
+    put_chains(ns, range(16))  # 10 MiB: most of it is on SSD alone
+    one, two = (str(cluster.worker(i).ready["id"]) for i in (0, 1))
+    assert holders(cluster, ns, range(16)) == {one, two}
+    done = drain(cluster, one)
+    assert done.returncode == 0, done
+    assert drained_json(done)["drain"]["blocks_moved"] > 128  # more than DRAM has
+    cluster.worker(0).kill()
+    assert_all_there(cluster.connect(), range(16), workers={two})
+
+
+def test_a_signal_leaves_blocks_on_ssd_where_they_are(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(n_workers=2, dram="2MiB", ssd="64MiB")
+    ns = cluster.connect().namespace("drain", LAYOUT, create=True)
+    put_chains(ns, range(16))
+    assert cluster.worker(0).stop() == 0
+    moved = next(line for line in cluster.worker(0).log_text().splitlines() if "event=left_drained" in line)
+    assert int(moved.partition("blocks_moved=")[2].split()[0]) <= 128, moved  # what was in DRAM alone at most
+    cluster.start_worker(0)
+    fresh = cluster.connect()
+    space = fresh.namespace("drain", LAYOUT)
+    wait_until(lambda: all(space.match(chain(ns, number)) == N for number in range(16)), what="adopted")
+    assert_all_there(fresh, range(16))
+
+
+def test_a_worker_that_is_killed_while_it_drains_goes_on_when_it_is_back(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(n_workers=2, dram="2MiB", ssd="64MiB")
+    ns = cluster.connect().namespace("drain", LAYOUT, create=True)
+    put_chains(ns, range(16))
+    one, two = (str(cluster.worker(i).ready["id"]) for i in (0, 1))
+    drain(cluster, one, "--no-wait", "--rate", str(4 * BLOCK))
+    wait_until(lambda: (told := drain_of(cluster, one)) and told["blocks_moved"], what="moving")
+    cluster.worker(0).kill()
+    cluster.start_worker(0)
+    wait_until(lambda: (told := drain_of(cluster, one)) and told["phase"] == "moving", what="moving again")
+    assert state_of(cluster, one) == "draining"
+    space = cluster.connect().namespace("drain", LAYOUT)
+    there = [space.match(chain(ns, number)) for number in range(16)]
+    assert drain(cluster, one).returncode == 0  # without a limit now
+    cluster.worker(0).kill()
+    fresh = cluster.connect().namespace("drain", LAYOUT)
+    for number, n in enumerate(there):
+        out = np.zeros((N, BLOCK), np.uint8)
+        got = fresh.get(chain(ns, number), out)
+        assert got.n_blocks >= n and {source.worker for source in got.sources[: got.n_blocks]} <= {two}, (number, n, got)
+        assert (out[: got.n_blocks] == data_of(number)[: got.n_blocks]).all()
+
+
 def test_a_drained_worker_that_comes_back_takes_part_again(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(n_workers=2, ssd="64MiB")
     ns = cluster.connect().namespace("drain", LAYOUT, create=True)
