@@ -38,7 +38,7 @@ from kvpool.master.redis_store import RedisStore
 from kvpool.master.state import Limits
 from kvpool.obs import logs
 from kvpool.obs.metrics import Metric, counter
-from kvpool.obs.process import die_with_parent
+from kvpool.obs.process import die_with_parent, ignore_stops
 from kvpool.transport.rpc import AUTHORIZATION, SERVER_OPTIONS, status_of
 from kvpool.v1 import master_pb2 as pb
 from kvpool.v1 import master_pb2_grpc as pb_grpc
@@ -65,7 +65,10 @@ def run(settings: MasterSettings, *, parent_pid: int | None = None) -> int:
     token = read_token(settings.token_file)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_main(settings, token))
+            try:
+                return runner.run(_main(settings, token))
+            finally:
+                ignore_stops()  # while the loop still takes them: one more must not spoil the exit status
     except KVPoolError as error:
         print(f"kvpool master: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -20,3 +20,9 @@ def die_with_parent(pid: int) -> None:
         raise KVPoolError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
     if os.getppid() != pid:
         raise KVPoolError(f"parent_pid: {pid} is not the parent of this process (any more)")
+
+
+def ignore_stops() -> None:
+    """From here on SIGTERM and SIGINT do nothing: the stop is under way, and ends by itself. Main thread only."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

@@ -28,7 +28,7 @@ import uvloop
 from kvpool.config import WorkerSettings, check_memory
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.obs import logs
-from kvpool.obs.process import die_with_parent
+from kvpool.obs.process import die_with_parent, ignore_stops
 from kvpool.quantities import join_address
 from kvpool.worker import http
 from kvpool.worker.agent import Agent
@@ -74,7 +74,10 @@ def _run(settings: WorkerSettings) -> int:
         gc.freeze()  # modules and adopted blocks: no collection walks them again
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(node, settings, token))
+            try:
+                return runner.run(_serve(node, settings, token))
+            finally:
+                ignore_stops()  # while the loop still takes them: one more must not kill us while things are given back
     finally:
         if not node.close():
             logging.shutdown()
