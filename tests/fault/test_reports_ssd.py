@@ -30,7 +30,7 @@ from tests.support.keyed import SLACK_S, THERE, Child, hash_of, have, keyspace, 
 from tests.support.observe import http_get, listening, metrics
 from tests.support.payload import check, payload
 from tests.support.processes import Role, run_cli
-from tests.support.s0 import CALL_S, MIB, STORED_OR_NOT, UNIT, event, push_out, running, s0, tier_event, used
+from tests.support.s0 import CALL_S, MIB, NO_SCRUB, STORED_OR_NOT, UNIT, event, push_out, running, s0, tier_event, used
 from tests.support.scale import FULL, scaled
 from tests.support.waiting import wait_until
 from tests.support.worker_node import WorkerNode
@@ -93,7 +93,7 @@ def files_of(directory: Path, ns: kvpool.Namespace) -> list[Path]:
 
 
 def test_B24_files_damaged_behind_its_back_cost_the_blocks_in_them(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(dram=str(16 * UNIT), ssd=str(1024 * UNIT))
+    cluster = make_cluster(dram=str(16 * UNIT), ssd=str(1024 * UNIT), env=NO_SCRUB)
     client = cluster.connect()
     n, hosts = 20, Path("/etc/hosts").read_bytes()
     spaces = {how: keyspace(client, f"damage {how}", UNIT) for how in [*DAMAGE, "other"]}

@@ -24,6 +24,7 @@ from tests.support.scale import scaled
 MIB = 1 << 20
 UNIT = scaled(64 << 10, MIB)
 CALL_S = scaled(1.0, 5.0)  # the scenarios' client deadline
+NO_SCRUB = {"KVPOOL_WORKER__SCRUB_BYTES_PER_S": "0"}  # where reads of the disk are counted
 STORED_OR_NOT = {Outcome.STORED, Outcome.ALREADY, Outcome.FULL}
 
 MakeCluster = Callable[..., Cluster]
