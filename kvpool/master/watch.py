@@ -65,7 +65,7 @@ class EventLog:
         self._events: dict[int, Event] = {}
         self._weight = 0
         self._first_seq = 1
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in order: who waited first is told first
         self._timer: asyncio.TimerHandle | None = None
         self.seq = 0
         self.published = 0  # what watchers may see by now
@@ -110,14 +110,14 @@ class EventLog:
         if self.published > after_seq:
             return True
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             async with asyncio.timeout(timeout_s):
                 await waiter
         except TimeoutError:
             return self.published > after_seq
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
         return True
 
     def close(self) -> None:
