@@ -10,7 +10,7 @@ is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -71,6 +71,7 @@ class Fetch:
     n_leading: int = 0  # served without a gap
     refused: int = -1  # first block whose buffer does not fit the value; nothing past it is wanted
     _failed: dict[int, dict[int, MissCause]] = field(default_factory=dict)  # block -> peer -> why not
+    _doubted: set[int] = field(default_factory=set)  # peers that failed for a block: asked last for the others
 
     def __post_init__(self) -> None:
         self.peer_of = [-1] * self.n
@@ -89,7 +90,7 @@ class Fetch:
         """
         known = self.located[self.n_leading :]
         if known and not self._failed and known[0] and known.count(known[0]) == len(known) and self.refused < 0:
-            peer = _cheapest(known[0], cost, -1, {})
+            peer = _cheapest(known[0], cost, -1, {}, self._doubted)
             if peer >= 0:
                 return [Read(peer, range(self.n_leading, self.n_leading + len(known)), len(known[0]) > 1)]
         chosen: dict[int, list[int]] = {}
@@ -98,7 +99,7 @@ class Fetch:
         for index in range(self.n_leading, end):
             if self.peer_of[index] >= 0:
                 continue
-            previous = _cheapest(self.located[index], cost, previous, self._failed.get(index, {}))
+            previous = _cheapest(self.located[index], cost, previous, self._failed.get(index, {}), self._doubted)
             if previous < 0:
                 for peer, _ in self.located[index]:
                     price = cost(peer)
@@ -146,6 +147,7 @@ class Fetch:
 
     def _note(self, index: int, peer: int, cause: MissCause) -> None:
         self._failed.setdefault(index, {})[peer] = cause
+        self._doubted.add(peer)
 
     def _advance(self) -> None:
         try:
@@ -162,16 +164,19 @@ class Fetch:
         return causes[peer], peer
 
 
-def _cheapest(places: Candidates, cost: CostOf, previous: int, failed: Mapping[int, MissCause]) -> int:
-    """The best peer of one block; at the same cost the one that also serves the block before it. -1: none."""
-    best, best_cost = -1, (0, 0)
+def _cheapest(
+    places: Candidates, cost: CostOf, previous: int, failed: Mapping[int, MissCause], doubted: Collection[int]
+) -> int:
+    """The best peer of one block; at the same cost the one that also serves the block before it. -1: none. A peer that has lost
+    one block of a chain has lost what is below it too, most often: else each round would find one block out."""
+    best, best_cost = -1, (False, 0, False)
     for peer, tiers in places:
         price = cost(peer)
         if isinstance(price, MissCause) or peer in failed:
             continue
         if not tiers & _FAST:
             price += SSD_COST
-        candidate = (price, peer != previous)
+        candidate = (peer in doubted, price, peer != previous)
         if best < 0 or candidate < best_cost:
             best, best_cost = peer, candidate
     return best

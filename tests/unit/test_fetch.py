@@ -273,3 +273,20 @@ def test_a_probe_that_never_ended_does_not_lock_the_peer_out() -> None:
         breaker.failed(0, LOST)
     assert breaker.begin(OPEN_MS_MIN)
     assert breaker.usable(3 * OPEN_MS_MIN)
+
+
+def test_a_peer_that_lost_its_part_of_a_chain_is_found_out_in_one_round() -> None:
+    """The index is behind: peer 1 has evicted all of a chain that peer 2 has too, and says so block by block."""
+    n, miss = 24, bytes([miss_code(MissCause.EVICTED)])
+    fetch = Fetch(n)
+    fetch.locate(0, [((1, DRAM), (2, DRAM))] * n)
+    rounds = 0
+    while reads := fetch.plan(lambda peer: 0):
+        rounds += 1
+        for read in reads:
+            k = len(read.blocks)
+            if read.peer == 1:
+                fetch.answered(read, miss + bytes([BlockCode.LATER]) * (k - 1), bytes(k), [0] * k)
+            else:
+                fetch.answered(read, bytes([BlockCode.HIT_INLINE]) * k, bytes([DRAM]) * k, [1] * k)
+    assert fetch.n_leading == n and rounds == 2
