@@ -38,11 +38,11 @@ class Role(Enum):
 class LeaseTerms:
     """A take-over takes at most ttl_ms + poll_ms + reply_ms after the last renewal."""
 
-    ttl_ms: int = 2_000
-    renew_ms: int = 600  # two may fail before the lease is over
-    margin_ms: int = 300  # clocks that run differently, and what a leader does between looking at the clock and acting
-    poll_ms: int = 250  # of a follower; after a failure too
-    reply_ms: int = 500  # an answer later than this is not counted on
+    ttl_ms: int = 1_500
+    renew_ms: int = 500  # one may fail before the lease is over
+    margin_ms: int = 250  # clocks that run differently, and what a leader does between looking at the clock and acting
+    poll_ms: int = 200  # of a follower; after a failure too
+    reply_ms: int = 400  # an answer later than this is not counted on
 
     def __post_init__(self) -> None:
         if min(self.ttl_ms, self.renew_ms, self.margin_ms, self.poll_ms, self.reply_ms) <= 0:
