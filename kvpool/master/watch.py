@@ -18,6 +18,7 @@ from kvpool.errors import MasterUnavailable
 from kvpool.v1 import master_pb2 as pb
 
 RING_KEYS: Final = 262_144  # some 10 MB: seconds of changes at full rate
+EVENT_KEYS: Final = 8  # what an event costs beside its keys, as keys: one of a single key takes some 300 bytes
 ROUND_KEYS: Final = 65_536  # that one watcher takes out of the ring at once
 SNAPSHOT_KEYS: Final = 8_192  # of one snapshot message: a few ms of the loop
 WATCHERS_MAX: Final = 4_096
@@ -53,7 +54,7 @@ Event = Changed | Emptied | HolderSeen | HolderRetired
 
 
 def _weight(event: Event) -> int:
-    return 1 + len(event.tiers) if isinstance(event, Changed) else 1
+    return EVENT_KEYS + len(event.tiers) if isinstance(event, Changed) else EVENT_KEYS
 
 
 class EventLog:
