@@ -22,7 +22,7 @@ from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.removals import Missed, Removal, RemovalLog
 from kvpool.core.session import Inbox, ReportBatch, unpack_cause
 from kvpool.core.types import Epoch, Holder, Key, MissCause, NamespaceUid, WorkerId
-from kvpool.errors import Fenced, KVPoolError, LayoutMismatch, NamespaceNotFound, QuotaExceeded, StoreUnavailable
+from kvpool.errors import KVPoolError, LayoutMismatch, MasterUnavailable, NamespaceNotFound, QuotaExceeded
 from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
 from kvpool.master.watch import Changed, Counters, Emptied, EventLog, HolderRetired, HolderSeen
 from kvpool.v1 import master_pb2 as pb
@@ -265,7 +265,7 @@ class MasterState:
                     await self.store.put_worker(record)
             except BaseException as error:
                 self._write_later(worker_id)
-                if isinstance(error, StoreUnavailable | Fenced):
+                if isinstance(error, MasterUnavailable):  # the store is away, or another master leads
                     return False
                 raise
         return True
