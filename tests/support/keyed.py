@@ -24,10 +24,12 @@ from kvpool.core.types import MissCause, Outcome, RemoveOutcome
 from kvpool.errors import KVPoolError
 from tests.support.payload import check, payload
 from tests.support.processes import cli_env
+from tests.support.scale import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SLACK_S = 2.0  # what a call may take past its deadline
 DEADLINE_MS = 5_000
+HEAR_S = scaled(30.0, 180.0)  # many processes that start at once have few cores
 THERE = (Outcome.STORED, Outcome.ALREADY, Outcome.UNLISTED)
 
 
@@ -90,7 +92,7 @@ class Child:
             self.process.stdin.write(json.dumps(value).encode() + b"\n")
             self.process.stdin.flush()
 
-    def hear(self, *, timeout_s: float = 30.0) -> Any:
+    def hear(self, *, timeout_s: float = HEAR_S) -> Any:
         """Its next line; None at its end."""
         assert self.process.stdout is not None
         end = time.monotonic() + timeout_s
