@@ -143,7 +143,7 @@ class Sessions:
         self._state = state
         self.streams: dict[WorkerId, Stream] = {}
         self.open_streams = 0  # those that have not said hello among them
-        self._last_task = 0
+        self._last_task = state.epoch << 32  # a worker may still answer what a master of before asked it
 
     # --- a stream -------------------------------------------------------------------------------------------------------
 
