@@ -253,9 +253,9 @@ VERBS: dict[str, Callable[..., None]] = {
 def main(verb: str, arguments: dict[str, Any]) -> None:
     master, name, block = (arguments.pop(key) for key in ("master", "namespace", "block_bytes"))
     settings = arguments.pop("client", {})
-    client = kvpool.connect(master, **settings)
+    client = kvpool.connect(master, **({"deadline_ms": HEAR_S * 1e3} | settings))
     try:
-        VERBS[verb](keyspace(client, name, block), **arguments)
+        VERBS[verb](keyspace(client, name, block, deadline_ms=HEAR_S * 1e3), **arguments)
     finally:
         if arguments.get("how") != "exit":
             client.close()
