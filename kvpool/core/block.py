@@ -66,8 +66,8 @@ class Block(Entry):
     """
 
     __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "key",
-                 "live", "on_idle", "parent", "pins", "promoting", "rank", "refused", "size", "space", "ssd", "ssd_copy", "sum",
-                 "sums", "tick")  # fmt: skip
+                 "live", "on_idle", "parent", "pins", "promoting", "rank", "refused", "size", "space", "spare_tick", "ssd", "ssd_copy",
+                 "sum", "sums", "tick")  # fmt: skip
 
     def __init__(self, space: Space, key: Key, size: int, group: Group, depth: int, parent: bytes, rank: int, tick: int) -> None:
         self.bucket = None
@@ -87,6 +87,7 @@ class Block(Entry):
         self.dirty = False  # there is an SSD tier and no copy in it: may not just be dropped
         self.refused = False  # the SSD tier will not have it: may be dropped
         self.demoting = self.promoting = False
+        self.spare_tick = 0  # when it is written down no last copies of this tick go for it: of the put that waits for its slot
         self.failures = 0  # of writing it down
         self.flight: Slot | None = None  # where a demotion or promotion under way writes to
         self.on_idle = False  # something is to be done when the last pin or hold goes

@@ -209,6 +209,7 @@ class BlockTable(Holding):
             for entry in waiting:
                 if isinstance(entry, Block) and entry.dirty and not entry.demoting:
                     self._urgent[entry] = None
+                    entry.spare_tick = tick
         return short and (bool(waiting) or self.n_demoting > 0)
 
     def _take_own_tail(self, space: Space, run: list[Block], there: list[Block | None], codes: bytearray, depth: int) -> bool:
@@ -220,7 +221,7 @@ class BlockTable(Holding):
                 old, deepest = there[deepest], deepest - 1
                 if old is None or old.group is not block.group or old.dram is None:
                     continue
-                if self._may_leave_dram(old) is not Leave.YES:
+                if self._may_leave_dram(old, old.tick) is not Leave.YES:
                     continue
                 codes[deepest + 1] = FULL if old.ssd is None else ALREADY
                 self._evict_dram(old)

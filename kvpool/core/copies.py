@@ -31,8 +31,8 @@ from kvpool.core.block import (
     SsdExtentDropped,
 )
 from kvpool.core.gone import Gone
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
-from kvpool.core.room import Leave, Room
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, tick_and_rank
+from kvpool.core.room import NO_LIMIT, Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
@@ -61,6 +61,8 @@ class Copies:
         self.stored_bytes = 0  # since the start
         self.n_demoting = 0
         self._demoting_bytes = 0
+        self._n_flights = 0  # demotions that have a slot
+        self._flights_coldest = NO_LIMIT  # order of the coldest of them, since there were none
         self.held_bytes = {DRAM: 0, SSD: 0}
         self._report = reporter
         self._bump, self._generation = bump, generation
@@ -80,6 +82,7 @@ class Copies:
             park=self._park_dram,
             slot_of=_dram_slot,
             survives=self._survives_in_ssd,
+            orphaned=self._drop_orphans,
         )
         self._ssd_policy: EvictionPolicy | None = None
         self._ssd_room: Room | None = None
@@ -92,27 +95,43 @@ class Copies:
                 evict=self._evict_ssd,
                 park=self._park_ssd,
                 slot_of=_ssd_slot,
-                survives=_survives_in_dram,
+                survives=self._survives_in_dram,
+                orphaned=self._drop_orphans,
             )
 
     # --- what the rooms ask ---------------------------------------------------------------------------------------------
 
-    def _may_leave_dram(self, entry: Entry) -> Leave:
+    def _may_leave_dram(self, entry: Entry, spare_tick: int) -> Leave:
         assert isinstance(entry, Block)
         if entry.pins or entry.held_dram or not entry.live:
             return Leave.BUSY
-        if entry.dirty and not entry.refused and self.ssd_writable:
-            return Leave.DIRTY
-        return Leave.YES
+        return Leave.DIRTY if entry.dirty and self._ssd_wants(entry, spare_tick) else Leave.YES
 
-    def _may_leave_ssd(self, entry: Entry) -> Leave:
+    def _ssd_wants(self, block: Block, spare_tick: int) -> bool:
+        """Whether the SSD tier should have this dirty block: it has room, or something colder that may be lost for it. So what
+        goes for good is the coldest of both tiers: a chain loses its tail first, wherever its parts lie."""
+        if block.refused or not self.ssd_writable or self.ssd is None or self._ssd_room is None or self._ssd_policy is None:
+            return False
+        order = self._dram_policy.order_of(block)
+        if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
+            return True
+        uid, size = block.space.uid, block.size
+        if size > self.ssd.largest_size():
+            return False
+        if self.ssd.has_room(uid, size):
+            return True
+        group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
+        return self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
+
+    def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
+        del spare_tick
         assert isinstance(entry, SsdCopy)
         block = entry.block
         return Leave.BUSY if block.pins or block.held_ssd or block.ssd_copy is not entry or not block.live else Leave.YES
 
-    def _survives_in_ssd(self, entry: Entry) -> bool:
+    def _survives_in_ssd(self, entry: Entry, spare_tick: int) -> bool:
         assert isinstance(entry, Block)
-        return entry.ssd is not None or (entry.dirty and not entry.refused and self.ssd_writable)
+        return entry.ssd is not None or (entry.dirty and self._ssd_wants(entry, spare_tick))
 
     def _park_dram(self, entry: Entry) -> None:
         assert isinstance(entry, Block)
@@ -145,9 +164,12 @@ class Copies:
         block = entry.block
         slot = block.ssd
         assert slot is not None
+        order = self._ssd_policy.order_of(entry) if self._ssd_policy is not None else 0
         self._lose_ssd_entry(block)
         self._free_ssd(slot)
         if block.dram is None:
+            if self._dram_room.emptying:  # (not the coldest of both tiers then)
+                self._drop_orphans(block.space.uid, {tick_and_rank(order)[0]: order})
             self._expel(block, MissCause.EVICTED, SSD)
             self.counters["evicted"] += 1
         else:
@@ -155,6 +177,32 @@ class Copies:
             self._ahead_from_bytes = self.stored_bytes + self.dram.capacity_bytes // RESUME_PART
             self.counters["evicted_ssd"] += 1
             self._report(block.space.uid, block.key, 1, None, block.size)
+
+    def _survives_in_dram(self, entry: Entry, spare_tick: int) -> bool:
+        """A copy in an extent that is being emptied does not count: it would have to be written down again at once."""
+        del spare_tick
+        assert isinstance(entry, SsdCopy)
+        return entry.block.dram is not None and not self._dram_room.is_emptying(entry.block)
+
+    def _drop_orphans(self, uid: NamespaceUid, lost: dict[int, int]) -> None:
+        """An extent was emptied: what is deeper in the chains of those lost (by tick, their order) goes too, from both tiers. It
+        is colder, and nobody can reach it."""
+        for policy in (self._dram_policy, self._ssd_policy):
+            for group in policy.groups() if policy is not None else ():
+                if group.key[0] == uid:
+                    for order in lost.values():
+                        for entry in policy.behind(group, order) if policy is not None else ():
+                            self._drop_orphan(entry.block if isinstance(entry, SsdCopy) else entry)
+
+    def _drop_orphan(self, entry: Entry) -> None:
+        assert isinstance(entry, Block)
+        block = entry
+        busy = block.pins > block.demoting or block.held_dram or block.held_ssd
+        if block.live and block.depth and not busy:
+            if block.dirty:
+                self.counters["dropped_dirty"] += 1
+            self._drop_live(block, MissCause.EVICTED)
+            self.counters["evicted"] += 1
 
     # --- small steps ----------------------------------------------------------------------------------------------------
 
@@ -319,8 +367,3 @@ def _dram_slot(entry: Entry) -> Slot:
 def _ssd_slot(entry: Entry) -> Slot:
     assert isinstance(entry, SsdCopy) and entry.block.ssd is not None
     return entry.block.ssd
-
-
-def _survives_in_dram(entry: Entry) -> bool:
-    assert isinstance(entry, SsdCopy)
-    return entry.block.dram is not None

@@ -97,8 +97,12 @@ class Holding(Movement):
             self._ssd_policy.touch([b.ssd_copy if b is not None else None for b in blocks], tick, rank)
             dirty = self._dirty
             for block in reversed(blocks):
-                if block is not None and block.dirty and block in dirty:
-                    dirty.move_to_end(block)
+                if block is not None and block.dirty:
+                    if block in dirty:
+                        dirty.move_to_end(block)
+                    elif block.refused and not block.demoting:  # it is worth another try
+                        block.refused = False
+                        dirty[block] = None
 
     # --- holds ----------------------------------------------------------------------------------------------------------
 

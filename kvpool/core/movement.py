@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 from kvpool.core.block import DRAM, Block, SsdCopy
-from kvpool.core.copies import Copies
+from kvpool.core.copies import RESUME_PART, Copies
+from kvpool.core.policy.eviction import tick_and_rank
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
@@ -54,9 +55,12 @@ class Movement(Copies):
         found: list[Block] = []
         taken = 0
         while self._wants_cleaning():
+            ahead = not self._urgent
             block = next(iter(self._urgent or self._dirty))
             if found and taken + block.size > max_bytes:
                 break
+            if ahead:
+                block.spare_tick = self._dram_policy.tick_of(block)
             self._urgent.pop(block, None)
             if block not in self._dirty:  # it is being written already, or was refused
                 continue
@@ -70,10 +74,10 @@ class Movement(Copies):
         return found
 
     def ssd_reserve(self, block: Block) -> Slot | None:
-        """A slot for a block of `clean_candidates`, evicting from the SSD tier (never the last copies of its own chain: one that
-        is longer than both tiers keeps its head). Drain the actions before writing to it: it may have to be erased first, its
-        file to be made. None: no room, or the block is gone (`ssd_done(block, None,
-        ok=False)`)."""
+        """A slot for a block of `clean_candidates`, evicting from the SSD tier: never the last copy of the chain that is being
+        put (one that is longer than both tiers keeps its head), nor of what is hotter than the coldest that is in DRAM alone.
+        Drain the actions before writing to it: it may have to be erased first, its file to be made. None: no room for it, or
+        the block is gone (`ssd_done(block, None, ok=False)`)."""
         assert block.demoting, "not a block of clean_candidates"
         if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
             return None
@@ -83,21 +87,45 @@ class Movement(Copies):
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, block.size)))
         owners = [SsdCopy(group, block)]
         slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
+        order = self._dram_policy.order_of(block)
+        limit = self._coldest_in_dram(block)
         while not slots:
-            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=self._dram_policy.tick_of(block))
+            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=block.spare_tick, limit=limit)
+            if not block.live:  # what it hangs on went
+                return None
             if not evicted or self.ssd.no_place:
+                block.refused = limit == order and self._ssd_wants(block, block.spare_tick)  # not for its order
                 return None
             slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
         self._collect_ssd()
+        self._flights_coldest = max(order, self._flights_coldest if self._n_flights else order)
+        self._n_flights += 1
         block.flight = slots[0]
         return block.flight
 
+    def _coldest_in_dram(self, block: Block) -> int:
+        """Order of the coldest block that has, or may soon have, no copy but in the DRAM of this one's class; its own where an
+        extent is emptied: that goes by no order."""
+        policy = self._dram_policy
+        order = policy.order_of(block)
+        if self._dram_room.is_emptying(block):
+            return order
+        if self._n_flights:
+            order = max(order, self._flights_coldest)
+        victim = policy.victim(block.group)
+        while isinstance(victim, Block) and (victim.held_dram or victim.pins > victim.demoting):
+            self._park_dram(victim)
+            victim = policy.victim(block.group)
+        return order if victim is None else max(order, policy.order_of(victim))
+
     def ssd_done(self, block: Block, slot: Slot | None, ok: bool) -> None:
         """Ends a demotion. ok: the record is on disk, the block is clean now. Not ok with a slot: writing failed (tried once
-        more later, then the block may be dropped); without one: the tier has no room for it (may be dropped)."""
+        more later, then the block may be dropped); without one: the tier has no room for it (dropped when it is its turn,
+        unless something colder is there by then)."""
         assert block.demoting and slot == block.flight, "not the demotion that is under way"
         block.demoting, block.flight = False, None
         self.n_demoting -= 1
+        self._n_flights -= slot is not None
         self._demoting_bytes -= block.size
         if slot is not None and ok and block.dirty and self.ssd is not None and self._ssd_policy is not None:
             self._attach_ssd(block, slot)
@@ -109,8 +137,11 @@ class Movement(Copies):
                 self._free_ssd(slot)
             if block.dirty:
                 self.counters["demote_failed"] += 1
-                block.failures += 1
-                block.refused = slot is None or block.failures >= FAILURES_MAX
+                if slot is None:  # not ahead of need for a while: it would be the same again
+                    self._ahead_from_bytes = self.stored_bytes + self.dram.capacity_bytes // RESUME_PART
+                else:
+                    block.failures += 1
+                block.refused = block.refused or block.failures >= FAILURES_MAX
                 if not block.refused:
                     self._dirty[block] = None
                     self._dirty.move_to_end(block, last=False)
@@ -123,8 +154,10 @@ class Movement(Copies):
         copy = self.ssd.extent_of(slot).owners[slot & INDEX_MASK]
         assert isinstance(copy, SsdCopy) and copy.block is block
         block.ssd, block.ssd_copy = slot, copy
-        tick = self._dram_policy.tick_of(block) or self._tick  # as recent as it is in DRAM
-        self._ssd_policy.add([copy], max(1, tick), [block.depth])
+        tick, rank = self._tick, block.depth
+        if self._dram_policy.tick_of(block):  # as recent as it is in DRAM
+            tick, rank = tick_and_rank(self._dram_policy.order_of(block))
+        self._ssd_policy.add([copy], max(1, tick), [rank])
 
     # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
 
@@ -148,8 +181,10 @@ class Movement(Copies):
         if ok and block.live:
             block.dram = slot
             block.sums = sums if sums is not None else block.sums
-            tick = self._ssd_policy.tick_of(block.ssd_copy) if self._ssd_policy is not None and block.ssd_copy is not None else 0
-            self._dram_policy.add([block], max(1, tick or self._tick), [block.depth])
+            tick, rank = self._tick, block.depth
+            if self._ssd_policy is not None and block.ssd_copy is not None:
+                tick, rank = tick_and_rank(self._ssd_policy.order_of(block.ssd_copy))
+            self._dram_policy.add([block], max(1, tick), [rank])
             if block.ssd is None:
                 self._make_dirty(block)
             self.counters["promoted"] += 1

@@ -14,14 +14,16 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
-from kvpool.core.slots import SlabAllocator, Slot
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, tick_and_rank
+from kvpool.core.slots import INDEX_BITS, SlabAllocator, Slot
+from kvpool.core.types import NamespaceUid
 
 DONORS_MAX: Final = 8  # other classes looked at, in turn, when the asking one could help itself
 EXTENTS_MAX: Final = 64  # looked at in one call before giving up
 COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
+NO_LIMIT: Final = -(1 << 100)  # hotter than every order of a policy
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 
@@ -37,41 +39,67 @@ class Room:
     """Evicts from one tier. `may_leave`, `evict` and `slot_of` are the owner's; `evict` frees the entry's slot at once."""
 
     def __init__(
-        self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry], Leave],
+        self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry, int], Leave],
         evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot],
-        survives: Callable[[Entry], bool],
+        survives: Callable[[Entry, int], bool], orphaned: Callable[[NamespaceUid, dict[int, int]], None],
     ) -> None:  # fmt: skip
-        """`survives`: whether the block would still be there when the entry leaves this tier (perhaps after a write)."""
+        """`may_leave(entry, spare_tick)`. `survives(entry, spare_tick)`: whether the block would still be there when the entry
+        leaves this tier (perhaps after a write). `orphaned(arena, {tick: order})`: an extent was emptied and these went for
+        good, the first in order of each tick: what is behind them in a chain is not to be reached any more."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._park, self._slot_of = may_leave, evict, park, slot_of
-        self._survives = survives
+        self._survives, self._orphaned = survives, orphaned
         self._turn = 0
-        self._emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
+        self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
-    def make(self, group: Group, need: int, *, now: int, spare_tick: int) -> tuple[int, list[Entry]]:
+    def make(self, group: Group, need: int, *, now: int, spare_tick: int, limit: int = NO_LIMIT) -> tuple[int, list[Entry]]:
         """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
 
         now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone where that
-        would lose them. Evicted may be more than needed (an extent is emptied whole) or too little: ask the allocator, then
-        again while something was evicted."""
+        would lose them. limit: only what is colder than this order is lost (of whole extents: the class's coldest is). Evicted
+        may be more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was
+        evicted."""
         donor = self._older_donor(group, now)
+        self._turn += DONORS_MAX
         looks = [EXTENTS_MAX]
         dirty: list[Entry] = []
-        if donor is not None:
+        if donor is not None and self._tail(donor) > limit:
             evicted = self._empty_extent(donor, dirty, spare_tick, looks)
             if evicted:
                 return evicted, []
             dirty.clear()  # (its own class will do)
-        evicted, dirty = self._evict_own(group, need, spare_tick)
+        evicted, dirty = self._evict_own(group, need, spare_tick, limit)
         if not evicted and not dirty:
             others = [other for other in self._policy.groups() if other is not group]
             for other in sorted(others, key=lambda g: self._tail_tick(g, now)):
+                if self._tail(other) <= limit:
+                    break
                 evicted = self._empty_extent(other, dirty, spare_tick, looks)
                 if evicted or dirty or not looks[0]:
                     break
         return evicted, dirty
 
-    def _evict_own(self, group: Group, need: int, spare_tick: int) -> tuple[int, list[Entry]]:
+    def could_make(self, group: Group, *, now: int, spare_tick: int, limit: int) -> bool:
+        """Whether `make` would find something to evict, as far as one look tells."""
+        policy = self._policy
+        donor = self._older_donor(group, now)
+        if donor is not None and self._tail(donor) > limit:
+            return True
+        entry = policy.victim(group)
+        while entry is not None and self._may_leave(entry, spare_tick) is Leave.BUSY:
+            self._park(entry)
+            entry = policy.victim(group)
+        if entry is not None and self._survives(entry, spare_tick):
+            return True
+        if entry is not None and policy.order_of(entry) > limit:
+            return policy.tick_of(entry) != spare_tick
+        return any(self._tail(other) > limit for other in policy.groups() if other is not group)
+
+    def is_emptying(self, entry: Entry) -> bool:
+        """Whether its slot is in the extent whose blocks are written down to empty it."""
+        return self._slot_of(entry) >> INDEX_BITS == self.emptying
+
+    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: int) -> tuple[int, list[Entry]]:
         policy = self._policy
         aside: list[Entry] = []
         own: list[Entry] = []
@@ -80,11 +108,14 @@ class Room:
             entry = policy.victim(group)
             if entry is None:
                 break
-            if policy.tick_of(entry) == spare_tick and not self._survives(entry):
-                policy.park(entry)
-                own.append(entry)
-                continue
-            leave = self._may_leave(entry)
+            leave = self._may_leave(entry, spare_tick)
+            if leave is not Leave.BUSY and not self._survives(entry, spare_tick):
+                if policy.tick_of(entry) == spare_tick:
+                    policy.park(entry)
+                    own.append(entry)
+                    continue
+                if policy.order_of(entry) <= limit:
+                    break
             if leave is Leave.YES:
                 self._evict(entry)
                 evicted += 1
@@ -100,6 +131,11 @@ class Room:
         for entry in reversed(aside):
             policy.unpark(entry)
         return evicted, aside
+
+    def _tail(self, group: Group) -> int:
+        """Order of its coldest entry; NO_LIMIT: it has none."""
+        victim = self._policy.victim(group)
+        return NO_LIMIT if victim is None else self._policy.order_of(victim)
 
     def _tail_tick(self, group: Group, now: int) -> int:
         victim = self._policy.victim(group)
@@ -118,7 +154,6 @@ class Room:
             age = now - self._tail_tick(other, now)
             if other is not group and age > best_age:
                 best, best_age = other, age
-        self._turn += DONORS_MAX
         return best
 
     def _empty_extent(self, donor: Group, dirty: list[Entry], spare_tick: int, looks: list[int]) -> int:
@@ -128,7 +163,7 @@ class Room:
         arena, slot_bytes = donor.key
         extents = {extent.number: extent for extent in self._slots.extents_of(arena, slot_bytes)}
         tally = Counter(self._slots.extent_of(self._slot_of(entry)).number for entry in self._policy.coldest(donor, COLDEST_MAX))
-        first = [self._emptying, *(number for number, _ in tally.most_common(COLD_EXTENTS_MAX))]
+        first = [self.emptying, *(number for number, _ in tally.most_common(COLD_EXTENTS_MAX))]
         rest = list(extents)
         at = self._turn % max(1, len(rest))
         for number in [*first, *rest[at:], *rest[:at]]:
@@ -141,20 +176,36 @@ class Room:
             owners: list[Entry] = [owner for owner in extent.owners if owner is not None]
             unclean = []
             for owner in owners:
-                leave = self._may_leave(owner)
-                if leave is Leave.BUSY or (self._policy.tick_of(owner) == spare_tick and not self._survives(owner)):
+                leave = self._may_leave(owner, spare_tick)
+                if leave is Leave.BUSY:
+                    break
+                if self._policy.tick_of(owner) == spare_tick and not self._survives(owner, spare_tick):
                     break
                 if leave is Leave.DIRTY:
                     unclean.append(owner)
             else:
                 if unclean:
                     dirty += unclean
-                    self._emptying = number
+                    self.emptying = number
                     return 0
+                lost = self._first_lost(owners, spare_tick)
                 for owner in owners:
-                    self._evict(owner)
-                if number == self._emptying:
-                    self._emptying = 0
+                    if self._may_leave(owner, spare_tick) is not Leave.BUSY:  # (it may have gone with another, as its orphan)
+                        self._evict(owner)
+                if lost:
+                    self._orphaned(arena, lost)
+                if number == self.emptying:
+                    self.emptying = 0
                 return len(owners)
         self._turn += 1
         return 0
+
+    def _first_lost(self, owners: list[Entry], spare_tick: int) -> dict[int, int]:
+        """Of those that do not survive: the first in order of each tick."""
+        first: dict[int, int] = {}
+        for owner in owners:
+            if not self._survives(owner, spare_tick):
+                order = self._policy.order_of(owner)
+                tick, _ = tick_and_rank(order)
+                first[tick] = min(order, first.get(tick, order))
+        return first

@@ -256,6 +256,19 @@ class SlabAllocator:
         first = (extent.number << INDEX_BITS) + start
         slots.extend(range(first, first + count))  # type: ignore[arg-type]
 
+    def has_room(self, arena: NamespaceUid, size: int) -> bool:
+        """Whether `allocate` would find bytes for one block of `size` (a place in the arena it may yet lack)."""
+        home = self._arenas[arena]
+        slot_bytes = self.slot_bytes(arena, size)
+        of_class = home.classes.get(slot_bytes)
+        if home.closing:
+            return False
+        if of_class is not None and of_class.with_free:
+            return True
+        left = self.capacity_bytes - self.extent_bytes_total
+        left += sum(self._cost(extent.n_slots, extent.slot_bytes) for extent in self._spares.values())
+        return self._fit(left, slot_bytes, 1) > 0
+
     def free(self, slot: Slot) -> tuple[NamespaceUid, int]:
         """Gives a slot back. -> (arena, gen_index) of it. An extent that becomes empty stays as a spare of its class."""
         extent = self._extents[slot >> INDEX_BITS]

@@ -10,7 +10,7 @@ chain was cut into batches, its order is the same.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -19,11 +19,15 @@ from kvpool.core.types import NamespaceUid
 RANK_BITS: Final = 24
 RANK_MAX: Final = (1 << RANK_BITS) - 1
 BUCKET_ENTRIES_MIN: Final = 64  # batches are put together until a bucket has this many: bounds the cost of single blocks
-BUCKETS_BACK_MAX: Final = 8  # how far back the bucket of an older tick is looked for
 
 GroupKey = tuple[NamespaceUid, int]  # arena, slot_bytes
 
 NOT_PARKED: Final = 1  # order values are <= 0 for every tick >= 1
+
+
+def tick_and_rank(order: int) -> tuple[int, int]:
+    """Of a value of `EvictionPolicy.order_of` (not 1)."""
+    return -(order >> RANK_BITS), order & RANK_MAX
 
 
 class Entry:
@@ -52,13 +56,15 @@ _NOWHERE: Final = Bucket(0)
 
 
 class Group:
-    """Entries that can replace each other, coldest bucket first."""
+    """Entries that can replace each other. `firsts`: of its buckets, ascending; all ticks of a bucket are under the next one's
+    first."""
 
-    __slots__ = ("buckets", "key", "n_parked")
+    __slots__ = ("buckets", "firsts", "key", "n_parked")
 
     def __init__(self, key: GroupKey) -> None:
         self.key = key
-        self.buckets: OrderedDict[int, Bucket] = OrderedDict()
+        self.buckets: dict[int, Bucket] = {}
+        self.firsts: list[int] = []
         self.n_parked = 0
 
 
@@ -100,6 +106,14 @@ class EvictionPolicy(Protocol):
 
     def tick_of(self, entry: Entry) -> int:
         """When it was last used, 0: not here."""
+        ...
+
+    def order_of(self, entry: Entry) -> int:
+        """Where it stands, comparable between the tiers' policies: the greater the sooner it leaves. 1: not here."""
+        ...
+
+    def behind(self, group: Group, order: int) -> list[Entry]:
+        """What was used in the same batch as the one of this order and is deeper; parked ones are left out."""
         ...
 
     def park(self, entry: Entry) -> None:
@@ -162,7 +176,7 @@ class Lru:
                 entry.group.n_parked -= 1
             if entry.group is not group:
                 if group is not None and not bucket.entries:
-                    del group.buckets[bucket.first]
+                    _drop_bucket(group, bucket)
                 group = entry.group
                 bucket = self._bucket(group, tick)
                 bucket.order = None
@@ -174,13 +188,13 @@ class Lru:
                         continue
                     del old.entries[entry]
                     if not old.entries:
-                        del group.buckets[old.first]
+                        _drop_bucket(group, old)
                 entry.bucket = bucket
                 values[entry] = value
             elif values[entry] > value:
                 values[entry] = value
         if group is not None and not bucket.entries:
-            del group.buckets[bucket.first]
+            _drop_bucket(group, bucket)
 
     def remove(self, entry: Entry) -> None:
         bucket = entry.bucket
@@ -188,19 +202,18 @@ class Lru:
             entry.bucket = None
             del bucket.entries[entry]
             if not bucket.entries:
-                del entry.group.buckets[bucket.first]
+                _drop_bucket(entry.group, bucket)
         elif entry.parked != NOT_PARKED:
             entry.parked = NOT_PARKED
             entry.group.n_parked -= 1
 
     def victim(self, group: Group) -> Entry | None:
-        for bucket in group.buckets.values():
-            return self._order(bucket)[-1]
-        return None
+        return self._order(group.buckets[group.firsts[0]])[-1] if group.firsts else None
 
     def coldest(self, group: Group, n: int) -> list[Entry]:
         found: list[Entry] = []
-        for bucket in group.buckets.values():
+        for first in group.firsts:
+            bucket = group.buckets[first]
             order = self._order(bucket)
             found += [entry for entry in reversed(order) if entry.bucket is bucket][: n - len(found)]
             if len(found) >= n:
@@ -211,6 +224,17 @@ class Lru:
         if entry.bucket is not None:
             return -(entry.bucket.entries[entry] >> RANK_BITS)
         return 0 if entry.parked == NOT_PARKED else -(entry.parked >> RANK_BITS)
+
+    def order_of(self, entry: Entry) -> int:
+        return entry.parked if entry.bucket is None else entry.bucket.entries[entry]
+
+    def behind(self, group: Group, order: int) -> list[Entry]:
+        tick, _ = tick_and_rank(order)
+        end = (1 - tick) << RANK_BITS
+        at = bisect_right(group.firsts, tick) - 1
+        if at < 0:
+            return []
+        return [entry for entry, value in group.buckets[group.firsts[at]].entries.items() if order < value < end]
 
     def park(self, entry: Entry) -> None:
         bucket = entry.bucket
@@ -227,15 +251,7 @@ class Lru:
         entry.parked = NOT_PARKED
         group = entry.group
         group.n_parked -= 1
-        tick = -(value >> RANK_BITS)
-        bucket: Bucket | None = None
-        for ahead, later in enumerate(group.buckets.values()):  # at the cold end: it was the coldest when it was parked
-            if bucket is not None and (later.first > tick or ahead > BUCKETS_BACK_MAX):
-                break
-            bucket = later
-        if bucket is None or (bucket.first > tick and len(bucket.entries) >= BUCKET_ENTRIES_MIN):
-            group.buckets[tick] = bucket = Bucket(tick)
-            group.buckets.move_to_end(tick, last=False)
+        bucket = self._bucket(group, -(value >> RANK_BITS))
         bucket.order = None
         bucket.entries[entry] = value
         entry.bucket = bucket
@@ -243,10 +259,11 @@ class Lru:
     def check(self) -> None:
         """Asserts the invariants. O(entries)."""
         for group in self._groups.values():
-            firsts = list(group.buckets)
-            assert firsts == sorted(firsts), "buckets out of order"
-            for first, bucket in group.buckets.items():
-                assert bucket.first == first and bucket.entries
+            assert group.firsts == sorted(group.buckets), "buckets out of order"
+            for first, end in zip(group.firsts, [*group.firsts[1:], 1 << 62], strict=False):
+                bucket = group.buckets[first]
+                assert bucket.first == first <= bucket.last < end and bucket.entries
+                assert all(first <= self.tick_of(e) <= bucket.last for e in bucket.entries), "not in order"
                 assert all(e.bucket is bucket and e.group is group and e.parked == NOT_PARKED for e in bucket.entries)
 
     @staticmethod
@@ -262,19 +279,27 @@ class Lru:
 
     @staticmethod
     def _bucket(group: Group, tick: int) -> Bucket:
-        """Where entries of this tick belong."""
-        newest = None
-        for back, bucket in enumerate(reversed(group.buckets.values())):
-            if bucket.first <= tick:
-                if newest is None and tick > bucket.last:
-                    if len(bucket.entries) >= BUCKET_ENTRIES_MIN:
-                        break
-                    bucket.last = tick
-                return bucket
-            newest = newest or bucket
-            if back == BUCKETS_BACK_MAX:
-                return bucket
-        if newest is not None:  # older than all there is
+        """Where entries of this tick belong. Neighbouring ticks share a bucket until it is large, so one may begin earlier later
+        on, but never reach into another."""
+        firsts, buckets = group.firsts, group.buckets
+        at = bisect_right(firsts, tick) - 1
+        if at >= 0:
+            bucket = buckets[firsts[at]]
+            if tick > bucket.last:
+                if at == len(firsts) - 1 and len(bucket.entries) >= BUCKET_ENTRIES_MIN:
+                    firsts.append(tick)
+                    buckets[tick] = bucket = Bucket(tick)
+                bucket.last = tick
             return bucket
-        group.buckets[tick] = bucket = Bucket(tick)
+        if firsts and len(buckets[firsts[0]].entries) < BUCKET_ENTRIES_MIN:
+            bucket = buckets.pop(firsts[0])
+            firsts[0] = bucket.first = tick
+        else:
+            bucket = Bucket(tick)
+            firsts.insert(0, tick)
+        buckets[tick] = bucket
         return bucket
+
+
+def _drop_bucket(group: Group, bucket: Bucket) -> None:
+    del group.buckets[bucket.first], group.firsts[bisect_left(group.firsts, bucket.first)]
