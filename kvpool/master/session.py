@@ -158,7 +158,7 @@ class Sessions:
             ends: list[asyncio.Future[Any]] = [reader, writer, stream.closing]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if stream.closing.done():  # a write that is cancelled takes the stream with it, and what was to be said last
+                if not writer.done():  # a write that is cancelled takes the stream with it, and what is to be said last
                     stream.outbox.end()
                     await asyncio.wait([writer], timeout=LAST_WRITE_S)
             finally:
