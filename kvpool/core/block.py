@@ -66,8 +66,8 @@ class Block(Entry):
     """
 
     __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "key",
-                 "live", "on_idle", "parent", "pins", "promoting", "rank", "refused", "size", "space", "spare_tick", "ssd", "ssd_copy",
-                 "sum", "sums", "tick")  # fmt: skip
+                 "live", "on_idle", "parent", "pins", "promoting", "rank", "refused", "size", "space", "spare_tick", "ssd",
+                 "ssd_copy", "sum", "sums", "tick")  # fmt: skip
 
     def __init__(self, space: Space, key: Key, size: int, group: Group, depth: int, parent: bytes, rank: int, tick: int) -> None:
         self.bucket = None
