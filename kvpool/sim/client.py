@@ -180,7 +180,7 @@ class Masters:
 
 class SimClient:
     """One client. `memories`: what a local client can look into, by (worker, incarnation). `wire_flips`: share of blocks of which
-    a bit turns over on the way. `stumbles`: share of copies out of shared memory that the process stands still in the middle of."""
+    a bit turns over on the way. `stumbles`: share of copies out of shared memory in the middle of which it stands still."""
 
     def __init__(
         self, process: Process, network: Network, *, masters: Sequence[str], memories: Mapping[tuple[str, int], SimDram],

@@ -184,7 +184,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self.troubles.append(f"{context.get('message')}: {error!r}{_where(error)}")
+        self.troubles.append(f"{context.get('message')}: {error!r}{where(error)}")
 
     # --- driving --------------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             elif not task.cancelled() and task._log_traceback:
                 error = task.exception()
                 if error is not None:
-                    self.troubles.append(f"task {task.get_name()} failed: {error!r}{_where(error)}")
+                    self.troubles.append(f"task {task.get_name()} failed: {error!r}{where(error)}")
         self._tasks = left
         self._prune_at = max(256, 2 * len(left))
 
@@ -262,7 +262,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return troubles
 
 
-def _where(error: BaseException | None) -> str:
+def where(error: BaseException | None) -> str:
     """The innermost line of an exception."""
     trace = error.__traceback__ if error is not None else None
     if trace is None:

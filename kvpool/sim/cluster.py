@@ -54,8 +54,8 @@ class Scenario:
     faults: tuple[str, ...]
     fault_every_s: float
     quality: Quality
-    active_s: float = 6.0
-    calm_s: float = 7.0
+    active_s: float = 5.0
+    calm_s: float = 6.5
 
     @property
     def shared_store(self) -> bool:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.sim.checker import Violation
+from kvpool.sim.clock import where
 from kvpool.sim.cluster import Cluster, Scenario
 from kvpool.sim.disk import sleep
 from kvpool.sim.faults import DISK_FAULTS, FAULTS, STORE_FAULTS, Faults
 from kvpool.sim.load import Load
 from kvpool.sim.network import Quality
-
-ENDING_S: Final = 4.0  # for the calls that are under way when the clients stop
-GRACE_S: Final = 0.1  # for reports under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +85,29 @@ def run(seed: int, *, scenario: Scenario | None = None, alter: Callable[[Cluster
         cluster = Cluster(seed, scenario or draw_scenario(seed))
         if alter is not None:
             alter(cluster)
-        faults = Faults(cluster)
-        loads = _begin(cluster)
-        faults.start()
-        loop, shape = cluster.loop, cluster.scenario
-        loop.run_until(shape.active_s)
-        faults.mend_all()
-        for load in loads:
-            load.over = True
-        loop.run_until(shape.active_s + shape.calm_s)
-        _check_end(cluster)
+        faults, loop = Faults(cluster), cluster.loop
+        try:
+            _play(cluster, faults)
+        except Exception as error:
+            cluster.checker.fail("bug", f"{error!r}{where(error)}", None)
         digest, steps, now = cluster.story.digest(), loop.steps, loop.time()
         logged = list(errors)
         cluster.network.down = True
         for trouble in [*loop.end(), *logged]:
             cluster.checker.fail("bug", trouble, None)
     return Outcome(seed, cluster.checker.violations, digest, cluster.checker.counts, faults.counts, steps, now, cluster)
+
+
+def _play(cluster: Cluster, faults: Faults) -> None:
+    loop, shape = cluster.loop, cluster.scenario
+    loads = _begin(cluster)
+    faults.start()
+    loop.run_until(shape.active_s)
+    faults.mend_all()
+    for load in loads:
+        load.over = True
+    loop.run_until(shape.active_s + shape.calm_s)
+    _check_end(cluster)
 
 
 def _begin(cluster: Cluster) -> list[Load]:
