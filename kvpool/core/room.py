@@ -64,7 +64,7 @@ class Room:
         looks = [EXTENTS_MAX]
         dirty: list[Entry] = []
         if donor is not None and self._tail(donor) > limit:
-            evicted = self._empty_extent(donor, dirty, spare_tick, looks)
+            evicted = self._empty_extent(donor, dirty, (spare_tick, now), looks)
             if evicted:
                 return evicted, []
             dirty.clear()  # (its own class will do)
@@ -74,7 +74,7 @@ class Room:
             for other in sorted(others, key=lambda g: self._tail_tick(g, now)):
                 if self._tail(other) <= limit:
                     break
-                evicted = self._empty_extent(other, dirty, spare_tick, looks)
+                evicted = self._empty_extent(other, dirty, (spare_tick, now), looks)
                 if evicted or dirty or not looks[0]:
                     break
         return evicted, dirty
@@ -156,11 +156,12 @@ class Room:
                 best, best_age = other, age
         return best
 
-    def _empty_extent(self, donor: Group, dirty: list[Entry], spare_tick: int, looks: list[int]) -> int:
+    def _empty_extent(self, donor: Group, dirty: list[Entry], spare: tuple[int, int], looks: list[int]) -> int:
         """Evicts every block of one extent of the donor: the one with most of its coldest blocks, else any that has no busy
-        one. -> how many; 0: none could be emptied; `dirty` then has what to write down so that one can. `looks[0]` counts
-        down."""
+        one, and would lose nothing of the ticks in `spare` (the asking batch's, the latest). -> how many; 0: none could be
+        emptied; `dirty` then has what to write down so that one can. `looks[0]` counts down."""
         arena, slot_bytes = donor.key
+        spare_tick = spare[0]
         extents = {extent.number: extent for extent in self._slots.extents_of(arena, slot_bytes)}
         tally = Counter(self._slots.extent_of(self._slot_of(entry)).number for entry in self._policy.coldest(donor, COLDEST_MAX))
         first = [self.emptying, *(number for number, _ in tally.most_common(COLD_EXTENTS_MAX))]
@@ -179,7 +180,7 @@ class Room:
                 leave = self._may_leave(owner, spare_tick)
                 if leave is Leave.BUSY:
                     break
-                if self._policy.tick_of(owner) == spare_tick and not self._survives(owner, spare_tick):
+                if self._policy.tick_of(owner) in spare and not self._survives(owner, spare_tick):
                     break
                 if leave is Leave.DIRTY:
                     unclean.append(owner)

@@ -253,3 +253,78 @@ TestBlocks = BlocksMachine.TestCase
 TestBlocks.settings = settings(
     max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+class ChainsMachine(RuleBasedStateMachine):
+    """Chains that are put and used as a whole: whatever the two tiers lose, a prefix of each is left over both together, also
+    where several namespaces hand extents to each other."""
+
+    @initialize(
+        n_dram=st.sampled_from([8, 16, 40, 100]), n_ssd=st.sampled_from([0, 8, 24, 80]), low=st.sampled_from([0.0, 0.5, 1.0]),
+        n_spaces=st.sampled_from([1, 1, 3]),
+    )  # fmt: skip
+    def start(self, n_dram: int, n_ssd: int, low: float, n_spaces: int) -> None:
+        specs = [spec_of(i + 1) for i in range(n_spaces)]
+        self.rig = Rig(n_dram, n_ssd, limits=Limits(low_watermark=low), specs=specs)
+        self.n_spaces, self.n_max = n_spaces, n_dram + n_ssd
+        self.chains: dict[int, int] = {}
+        self.demotions: list[tuple[Block, Slot | None]] = []
+
+    def whole(self, number: int) -> KeyBatch:
+        return chain(f"{number}-", self.chains[number], ns=1 + number % self.n_spaces)
+
+    def put(self, number: int, part: int, max_bytes: int) -> None:
+        whole = self.whole(number)
+        self.finish()
+        for at in range(0, len(whole), part):
+            if BlockCode.FULL in self.rig.put_waiting(whole.slice(at, min(len(whole), at + part)), max_bytes=max_bytes):
+                break
+
+    @rule(n=st.integers(1, 12) | st.integers(1, 200), part=st.sampled_from([1, 3, 8, 400]),
+          max_bytes=st.sampled_from([1, 4 * BLOCK, 1 << 30]))  # fmt: skip
+    def put_new(self, n: int, part: int, max_bytes: int) -> None:
+        number = len(self.chains)
+        self.chains[number] = min(n, self.n_max)
+        self.put(number, part, max_bytes)
+
+    @precondition(lambda self: self.chains)
+    @rule(data=st.data(), part=st.sampled_from([1, 8, 400]))
+    def put_again(self, data: st.DataObject, part: int) -> None:
+        self.put(data.draw(st.integers(0, len(self.chains) - 1)), part, 1 << 30)
+
+    @precondition(lambda self: self.chains)
+    @rule(data=st.data(), promote=st.booleans())
+    def get(self, data: st.DataObject, promote: bool) -> None:
+        whole = self.whole(data.draw(st.integers(0, len(self.chains) - 1)))
+        self.rig.get(whole)
+        if promote:
+            self.rig.promote(whole)
+
+    @rule(n_bytes=st.integers(1, 100_000))
+    def demote(self, n_bytes: int) -> None:
+        for block in self.rig.table.clean_candidates(n_bytes, now_ms=0):
+            self.demotions.append((block, self.rig.table.ssd_reserve(block)))
+
+    @rule()
+    def finish(self) -> None:
+        self.rig.apply()
+        for block, slot in self.demotions:
+            if slot is not None:
+                self.rig.disk[slot] = block.key
+            self.rig.table.ssd_done(block, slot, ok=slot is not None)
+        self.demotions.clear()
+
+    @invariant()
+    def each_is_a_prefix(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.check()
+        for number in self.chains if not self.demotions else ():
+            tiers = bytes(self.rig.has(self.whole(number)))
+            assert not any(tiers[(tiers + b"\0").index(0) :]), f"a hole in {number}: {''.join('.DSB'[i] for i in tiers)}"
+
+
+TestChains = ChainsMachine.TestCase
+TestChains.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

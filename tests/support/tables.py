@@ -15,6 +15,7 @@ from kvpool.core.types import HASH_BYTES, NO_PARENT, Key, MissCause, NamespaceUi
 
 BLOCK = 4096
 SUMS = bytes(range(8))
+ROUNDS_MAX = 400  # of the mover for one put
 
 
 def uid_of(i: int) -> NamespaceUid:
@@ -103,6 +104,18 @@ class Rig:
         made = iter(self.commit(reserved))
         return bytearray(next(made) if block is not None else code
                          for code, block in zip(reserved.codes, reserved.blocks, strict=True))  # fmt: skip
+
+    def put_waiting(self, batch: KeyBatch, *, max_bytes: int = 1 << 30) -> bytearray:
+        """As a worker does it: while the tier makes room the put is aborted, the mover goes round, and it tries again."""
+        for _ in range(ROUNDS_MAX):
+            reserved = self.reserve(batch)
+            if not reserved.must_wait:
+                self.fill(reserved)
+                self.commit(reserved)
+                return reserved.codes
+            self.table.abort(reserved.blocks)
+            self.write_down(max_bytes=max_bytes, rounds=1)
+        raise AssertionError("a put that waits for ever")
 
     # --- get
 

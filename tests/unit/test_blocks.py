@@ -8,6 +8,8 @@ from collections import OrderedDict
 import pytest
 
 from kvpool.core.block import Limits
+from kvpool.core.keys import KeyBatch
+from kvpool.core.policy.eviction import Entry, Lru
 from kvpool.core.types import BlockCode, MissCause, Tiers, miss_code
 from kvpool.errors import NamespaceNotFound
 from tests.support.tables import BLOCK, BOTH, DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of, uid_of
@@ -1014,3 +1016,74 @@ def test_a_chain_that_is_longer_than_both_tiers_keeps_its_head() -> None:
         raise AssertionError("24 blocks in two tiers of 13")
     assert rig.get(chain("c", 24)) == start + reserved.codes.index(FULL) >= 9
     assert rig.table.counters["evicted"] == 0
+
+
+def kept(rig: Rig, whole: KeyBatch) -> int:
+    """Leading blocks there, and nothing behind them."""
+    tiers = bytes(rig.has(whole))
+    n = (tiers + b"\0").index(0)
+    assert not any(tiers[n:]), f"a hole: {''.join('.DSB'[i] for i in tiers)}"
+    return n
+
+
+@pytest.mark.parametrize(("n_dram", "n_ssd", "n"), [(64, 208, 128), (52, 16, 32), (16, 52, 32), (40, 80, 113)])
+@pytest.mark.parametrize("others", [1, 2], ids=["one namespace", "two"])
+def test_both_tiers_lose_a_chain_from_its_tail(n_dram: int, n_ssd: int, n: int, others: int) -> None:
+    rig = Rig(n_dram, n_ssd, specs=[spec_of(1), spec_of(2)])
+    whole = chain("a", n)
+    for at in range(0, n, 4):
+        assert FULL not in rig.put_waiting(whole.slice(at, min(n, at + 4)))
+    for _ in range(3):
+        assert kept(rig, whole) == n == rig.get(whole)
+        rig.promote(whole)
+        rig.write_down()
+    for i in range(0, 4 * (n_dram + n_ssd), 4):
+        rig.put_waiting(chain(f"b{i}-", 4, ns=others))
+        if kept(rig, whole) < n // 2:
+            break
+        rig.check()
+    else:
+        raise AssertionError("it never goes")
+
+
+def test_a_cold_block_does_not_go_to_the_ssd_for_hotter_ones() -> None:
+    rig = Rig(4, 4)
+    rig.put(chain("a", 4))
+    rig.write_all_down()
+    rig.put(chain("b", 4))
+    assert rig.get(chain("a", 4)) == 4 and rig.has(chain("a", 4)) == [SSD] * 4
+    assert rig.put_waiting(chain("c", 2)) == bytes([RESERVED] * 2)
+    assert rig.has(chain("a", 4)) == [SSD] * 4 and kept(rig, chain("b", 4)) == 2
+    rig.table.remove(chain("a", 4, 2))
+    rig.put_waiting(chain("d", 2))
+    assert rig.has(chain("b", 2)) == [SSD] * 2, "it was not for good: now there is room"
+    rig.check()
+
+
+def test_order_of_eviction_is_exact_however_old_what_comes_is() -> None:
+    """Of entries that come with old ticks, or after they were parked."""
+    for seed in range(20):
+        chance, lru, spot = random.Random(seed), Lru(), {}
+        group = lru.group((uid_of(1), 1))
+        for _ in range(3000):
+            tick, rank, entry = chance.randint(1, 300), chance.randint(0, 5), Entry(group)
+            lru.add([entry], tick, [rank])
+            spot[entry] = (tick, -rank)
+            for some in chance.sample(sorted(spot, key=id), min(len(spot), 2)):
+                what = chance.random()
+                if what < 0.3:
+                    lru.remove(some)
+                    del spot[some]
+                elif what < 0.6:
+                    lru.park(some)
+                    lru.unpark(some)
+                elif what < 0.8:
+                    new = (spot[some][0] + chance.randint(0, 100), -chance.randint(0, 5))
+                    lru.touch([some], new[0], -new[1])
+                    spot[some] = max(spot[some], new)
+        lru.check()
+        coldest = lru.coldest(group, len(spot))
+        assert [spot[entry] for entry in coldest] == sorted(spot.values())
+        order = lru.order_of(coldest[100])
+        behind = [at for at in spot.values() if at[0] == spot[coldest[100]][0] and at < spot[coldest[100]]]
+        assert sorted(spot[entry] for entry in lru.behind(group, order)) == sorted(behind)
