@@ -95,6 +95,8 @@ class Catalog:
                 added += 1
             elif len(after) < len(before):
                 removed += 1
+                if after and self._retired and not self._alive(after):  # who is left is masked: nobody has it
+                    gone.append(i)
             if after:
                 blocks[key] = after
                 if sized and table.sizes is not None:
