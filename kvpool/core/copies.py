@@ -118,10 +118,9 @@ class Copies:
         uid, size = block.space.uid, block.size
         if size > self.ssd.largest_size():
             return False
-        if self.ssd.has_room(uid, size):
-            return True
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
-        return self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
+        could = self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
+        return could or self.ssd.has_room(uid, size)
 
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick

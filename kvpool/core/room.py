@@ -82,17 +82,18 @@ class Room:
     def could_make(self, group: Group, *, now: int, spare_tick: int, limit: int) -> bool:
         """Whether `make` would find something to evict, as far as one look tells."""
         policy = self._policy
-        donor = self._older_donor(group, now)
-        if donor is not None and self._tail(donor) > limit:
-            return True
         entry = policy.victim(group)
         while entry is not None and self._may_leave(entry, spare_tick) is Leave.BUSY:
             self._park(entry)
             entry = policy.victim(group)
-        if entry is not None and self._survives(entry, spare_tick):
+        if entry is not None:
+            if policy.order_of(entry) > limit and policy.tick_of(entry) != spare_tick:
+                return True
+            if self._survives(entry, spare_tick):
+                return True
+        donor = self._older_donor(group, now)
+        if donor is not None and self._tail(donor) > limit:
             return True
-        if entry is not None and policy.order_of(entry) > limit:
-            return policy.tick_of(entry) != spare_tick
         return any(self._tail(other) > limit for other in policy.groups() if other is not group)
 
     def is_emptying(self, entry: Entry) -> bool:
@@ -109,7 +110,7 @@ class Room:
             if entry is None:
                 break
             leave = self._may_leave(entry, spare_tick)
-            if leave is not Leave.BUSY and not self._survives(entry, spare_tick):
+            if leave is Leave.YES and not self._survives(entry, spare_tick):  # (a dirty one would be written down)
                 if policy.tick_of(entry) == spare_tick:
                     policy.park(entry)
                     own.append(entry)

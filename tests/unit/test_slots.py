@@ -243,3 +243,23 @@ def test_places_in_pieces_say_so() -> None:
     slots._arenas[A].free_positions = [(0, 1), (2, 1)]
     assert slots.allocate(A, 8 << 20, 1) == [] and slots.no_place
     assert len(slots.allocate(A, 4096, 1)) == 1 and not slots.no_place
+
+
+def test_room_is_known_without_taking_it() -> None:
+    """Also what empty extents of other classes would give, and what an extent costs beside its slots."""
+    slots = SlabAllocator(capacity_bytes=100_000, extent_bytes=40_000, align=4096, overhead_bytes=lambda n: 4096, grow=False)
+    slots.open_arena(A, largest_bytes=8192)
+    slots.open_arena(B, largest_bytes=16384)
+    taken: list[Slot] = []
+    while slots.has_room(A, 8192):
+        got = slots.allocate(A, 8192, 1)
+        assert got, "it said that there is room"
+        taken += got
+    assert slots.allocate(A, 8192, 1) == [] and not slots.has_room(B, 16384)
+    for slot in taken[:-1]:
+        assert not slots.has_room(B, 16384) or slots.allocate(B, 16384, 0) == []
+        slots.free(slot)
+    assert slots.has_room(A, 8192) and slots.has_room(B, 16384) and slots.allocate(B, 16384, 1)
+    slots.close_arena(A)
+    assert not slots.has_room(A, 8192)
+    slots.check()
