@@ -65,7 +65,7 @@ class Pending:
             if isinstance(found, TO_BE_TOLD):
                 raise found from error
             if self._counts:
-                self.moved = not self._master.failed(self._stub, hint=_leader(found))
+                self.moved = not self._master.failed(self._stub, hint=_leader(found), gone=is_gone(error))
             return None
         if not self._master.heard(self._stub, answer.epoch):
             self.moved = not self._master.failed(self._stub)
@@ -131,7 +131,7 @@ class MasterLink:
                 if not isinstance(found, MasterUnavailable) or isinstance(found, StoreUnavailable):
                     raise found from error
                 reason = f"; at last: {found}"
-                whole_round = self.failed(stub, hint=found.leader)
+                whole_round = self.failed(stub, hint=found.leader, gone=is_gone(error))
                 if not self._search.several and time.monotonic() >= deadline - 0.01:
                     raise found from error
                 if whole_round and _code(error) is not grpc.StatusCode.DEADLINE_EXCEEDED:  # that one used its time
@@ -221,9 +221,10 @@ class MasterLink:
                 self._heard_at = now
         return True
 
-    def failed(self, stub: Any, *, hint: str = "", counted: bool = True) -> bool:
+    def failed(self, stub: Any, *, hint: str = "", counted: bool = True, gone: bool = False) -> bool:
         """The master behind `stub` did not answer, or does not lead and names `hint`: leaves it for the next one, where there are
-        several. True: all have failed by now; with `counted` they are held to be away for a while."""
+        several. True: all have failed by now; with `counted` they are held to be away for a while. `gone`: it cannot even be
+        reached. Then the next attempt begins with a channel of its own, which connects at once where an old one would wait."""
         with self._lock:
             if self._stub is not stub or self._closed:
                 return False
@@ -232,7 +233,7 @@ class MasterLink:
                 self._breaker.failed(time.monotonic() * 1e3, MissCause.UNKNOWN)
             elif not whole_round:
                 self._breaker.retry_at_ms = 0.0  # the next one may be probed at once
-            if self._search.current == self._address:
+            if self._search.current == self._address and not gone:
                 return whole_round
             channel, self._channel, self._stub = self._channel, None, None
         channel.close()
@@ -245,6 +246,11 @@ class MasterLink:
             channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             channel.close()
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether a call failed because nobody could be reached, or the connection broke under it."""
+    return isinstance(error, grpc.RpcError) and _code(error) is grpc.StatusCode.UNAVAILABLE
 
 
 def _leader(error: KVPoolError) -> str:

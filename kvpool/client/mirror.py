@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import grpc
 
-from kvpool.client.master import MasterLink
+from kvpool.client.master import MasterLink, is_gone
 from kvpool.client.mirror_index import MirrorIndex
 from kvpool.client.peers import Peers
 from kvpool.core.types import NamespaceUid
@@ -115,7 +115,7 @@ class Mirror:
                 log.debug("event=watch_ended code=%s reason=%s", found.code, found)
                 if stub is not None:
                     leader = found.leader if isinstance(found, MasterUnavailable) else ""
-                    return self._master.failed(stub, hint=leader, counted=False)
+                    return self._master.failed(stub, hint=leader, counted=False, gone=is_gone(error))
         except InvalidArgument:  # the client is closed
             return True
         except ValueError:  # the channel was closed: another thread went on to the next master
