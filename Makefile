@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .PHONY: help setup demo test check proto reports chaos soak clean torch
 
 PYTHON ?= python3
+# `make test` runs this many tests at once: most wait for processes, so more than there are cores.
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.stamp-setup
@@ -39,7 +41,7 @@ demo: $(SETUP) ## the main job on one screen
 
 test: $(SETUP) $(TORCH) ## all tests; ends on pytest's closing lines
 	@echo "== tests (pytest says at the end how long they took)"
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
 
 check: $(SETUP) ## lint, types, generated code
 	$(call timed,ruff,$(BIN)/ruff check .)
