@@ -41,7 +41,7 @@ demo: $(SETUP) ## the main job on one screen
 
 test: $(SETUP) $(TORCH) ## all tests; ends on pytest's closing lines
 	@echo "== tests (pytest says at the end how long they took)"
-	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(SETUP) ## lint, types, generated code
 	$(call timed,ruff,$(BIN)/ruff check .)
