@@ -1254,8 +1254,14 @@ def test_B57_long_calls_leave_room_for_short_ones(make_cluster: MakeCluster, mak
     for what, times in took.items():
         times.sort()
         assert times[len(times) // 2] < 0.2 and times[len(times) * 99 // 100 - 1] < scaled(1.0, 0.2), (what, times[-5:])
-    workers = cluster.connect().describe()["workers"]
-    assert [(one["incarnation"], one["state"]) for one in workers] == [(incarnation, "up")], "no heartbeat was late"
+    observer = cluster.connect()
+
+    def states() -> list[tuple[int, str]]:
+        return [(one["incarnation"], one["state"]) for one in observer.describe()["workers"]]
+
+    # Clients whose calls ran out of time report the worker, which makes it suspect until its next heartbeat; it is never lost.
+    wait_until(lambda: states() == [(incarnation, "up")], timeout_s=5)
+    assert cluster.master is not None and "event=worker_lost" not in cluster.master.log_text()
     proxy.pass_on()
     wait_until(lambda: settled(worker))
 
