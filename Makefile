@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 # `make test` runs this many tests at once: most wait for processes, so more than there are cores.
-JOBS ?= 4
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.stamp-setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -105,8 +106,19 @@ class Role:
             self.process.send_signal(number)
 
     def pause(self) -> None:
-        """SIGSTOP: alive, and answers nothing."""
+        """SIGSTOP: alive, and answers nothing. Returns when the last of its threads has stopped."""
         self.signal(signal.SIGSTOP)
+        end = time.monotonic() + STOP_S
+        while self.process.poll() is None and not all(state == "T" for state in self._thread_states()):
+            assert time.monotonic() < end, f"{self.args}: SIGSTOP did not stop it"
+            os.sched_yield()
+
+    def _thread_states(self) -> list[str]:
+        states = []
+        for stat in Path(f"/proc/{self.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                states.append(stat.read_text().rpartition(")")[2].split()[0])
+        return states
 
     def resume(self) -> None:
         """SIGCONT."""
