@@ -22,6 +22,7 @@ from kvpool.errors import KVPoolError
 log = logging.getLogger(__name__)
 
 RELEASE_S: Final = 1.0
+CANCELS_MAX: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +179,14 @@ class Elector:
                     await self._lease.release(standing.epoch)
             except (KVPoolError, TimeoutError) as error:
                 log.info("event=lease_not_released error=%r", str(error))
+
+
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancels it until it has ended, bounded: a library below may swallow one cancellation, and waiting would never end."""
+    for _ in range(CANCELS_MAX):
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=RELEASE_S + 0.5)
+        if done:
+            break
+    if task.done() and not task.cancelled() and task.exception() is not None:
+        log.info("event=task_ended error=%r", str(task.exception()))

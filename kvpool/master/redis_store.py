@@ -34,7 +34,7 @@ from kvpool.core.removals import Removal
 from kvpool.core.types import KEY_BYTES, UID_BYTES, Epoch, NamespaceUid, WorkerId
 from kvpool.errors import ConfigError, Fenced, KVPoolError, StoreUnavailable
 from kvpool.master import redis_scripts as scripts
-from kvpool.master.election import Elector, LeaseReply
+from kvpool.master.election import Elector, LeaseReply, end_task
 from kvpool.master.redis_link import RedisLink, StoreDamaged, parse
 from kvpool.master.store import (
     NamespaceRecord,
@@ -147,12 +147,10 @@ class RedisStore:
         """Gives the lease back when `open` took it; bounded, also while redis is away."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await end_task(keeper)
         self._epoch = None
         if self._warming is not None:
-            self._warming.cancel()
-            await asyncio.gather(self._warming, return_exceptions=True)
+            await end_task(self._warming)
         await self._link.close()
 
     # --- the lease: what an Elector asks for ----------------------------------------------------------------------------
