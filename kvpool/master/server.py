@@ -30,7 +30,7 @@ import kvpool
 from kvpool.config import MasterSettings
 from kvpool.core import version
 from kvpool.errors import ConfigError, KVPoolError, Unauthenticated, VersionMismatch
-from kvpool.master.election import Elector
+from kvpool.master.election import Elector, end_task
 from kvpool.master.http import HttpServer, application
 from kvpool.master.leading import Front, Leadership, Term
 from kvpool.master.lmdb_store import LmdbStore, take_lock
@@ -224,8 +224,8 @@ class Master:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         for task in self.vital:
-            task.cancel()
-        for failure in await asyncio.gather(*self.vital, return_exceptions=True):
+            await end_task(task)
+        for failure in await asyncio.gather(*(task for task in self.vital if task.done()), return_exceptions=True):
             if isinstance(failure, Exception):
                 log.error("event=election_failed error=%r", failure)
         if term is not None:
