@@ -18,9 +18,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.errors import ConfigError
+from kvpool.obs.http import ImpatientProtocol
 from kvpool.obs.metrics import CONTENT_TYPE, Kind, Metric, expose, gauge
 from kvpool.worker.probe import probe
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvpool.worker.dataplane import DataPlane
     from kvpool.worker.node import Node
 
-REQUEST_TIMEOUT_S: Final = 5.0  # a connection that has sent no whole request by then is closed
 KEEP_ALIVE_S: Final = 5
 CONNECTIONS_MAX: Final = 2048  # beyond, 503
 HEADER_BYTES_MAX: Final = 16 << 10
@@ -134,22 +133,6 @@ def make_app(node: Node, plane: DataPlane, agent: Agent | None, *, token: str) -
     return Starlette(routes=[Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)])
 
 
-class _Protocol(H11Protocol):
-    """Closes connections that do not get a request together."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._kvpool_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._too_slow)
-
-    def _too_slow(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._kvpool_timer.cancel()
-        super().connection_lost(exc)
-
-
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -172,8 +155,9 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(app: Starlette, sock: socket.socket) -> Callable[[], Awaitable[None]]:
     """Serves on the running loop; the answer stops it."""
     config = uvicorn.Config(
-        app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S,
-        limit_concurrency=CONNECTIONS_MAX, h11_max_incomplete_event_size=HEADER_BYTES_MAX, timeout_graceful_shutdown=1,
+        app, http=ImpatientProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S, limit_concurrency=CONNECTIONS_MAX,
+        h11_max_incomplete_event_size=HEADER_BYTES_MAX, timeout_graceful_shutdown=1,
         server_header=False,
     )  # fmt: skip
     server = _Server(config)
