@@ -310,7 +310,10 @@ def test_B80_a_worker_stops_in_every_state(make_cluster: MakeCluster, state: str
             cluster.workers[0] = worker = cluster._spawn_worker(0)
             began = cpu_s(worker)
             wanted = chance.uniform(0.0, 1.0)
-            wait_until(lambda: not alive(worker.pid) or cpu_s(worker) - began > wanted, timeout_s=20)  # type: ignore[misc]
+            wait_until(
+                lambda: not alive(worker.pid) or cpu_s(worker) - began > wanted or worker.has_spoken(),  # type: ignore[misc]
+                timeout_s=20, what="ended, ready or far enough with its start",
+            )  # fmt: skip
             stops(worker, *way, may_die=True)
         elif state == "busy":
             stored = event(worker, "stored")

@@ -100,6 +100,11 @@ class Role:
         assert self.ready.get("ready") is True, self.ready
         return self
 
+    def has_spoken(self) -> bool:
+        """Whether output waits to be read (at first: the ready line). Never waits."""
+        stdout = self.process.stdout
+        return bool(self._tail) or (stdout is not None and bool(select.select([stdout], [], [], 0)[0]))
+
     def signal(self, number: int) -> None:
         """Send a signal by pid; nothing when the process has ended."""
         if self.process.poll() is None:
