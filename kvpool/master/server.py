@@ -14,7 +14,6 @@ import hmac
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -38,7 +37,7 @@ from kvpool.master.redis_store import RedisStore
 from kvpool.master.state import Limits
 from kvpool.obs import logs
 from kvpool.obs.metrics import Metric, counter
-from kvpool.obs.process import die_with_parent, ignore_stops
+from kvpool.obs.process import die_with_parent, ignore_stops, on_stops
 from kvpool.transport.rpc import AUTHORIZATION, SERVER_OPTIONS, status_of
 from kvpool.v1 import master_pb2 as pb
 from kvpool.v1 import master_pb2_grpc as pb_grpc
@@ -68,7 +67,7 @@ def run(settings: MasterSettings, *, parent_pid: int | None = None) -> int:
             try:
                 return runner.run(_main(settings, token))
             finally:
-                ignore_stops()  # while the loop still takes them: one more must not spoil the exit status
+                ignore_stops()  # one more must not spoil the exit status
     except KVPoolError as error:
         print(f"kvpool master: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -92,8 +91,7 @@ def read_token(path: str) -> str:
 async def _main(settings: MasterSettings, token: str) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    on_stops(loop, lambda _number: stop.set())
     async with contextlib.AsyncExitStack() as stack:
         master = Master(settings, token, _store(settings))
         stack.push_async_callback(master.stop)

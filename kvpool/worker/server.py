@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ import uvloop
 from kvpool.config import WorkerSettings, check_memory
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.obs import logs
-from kvpool.obs.process import die_with_parent, ignore_stops
+from kvpool.obs.process import die_with_parent, ignore_stops, on_stops
 from kvpool.quantities import join_address
 from kvpool.worker import http
 from kvpool.worker.agent import Agent
@@ -77,7 +76,7 @@ def _run(settings: WorkerSettings) -> int:
             try:
                 return runner.run(_serve(node, settings, token))
             finally:
-                ignore_stops()  # while the loop still takes them: one more must not kill us while things are given back
+                ignore_stops()  # one more must not kill us while things are given back
     finally:
         if not node.close():
             logging.shutdown()
@@ -110,8 +109,7 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
             hurry.set()
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+    on_stops(loop, on_signal)
     plane = DataPlane(node, settings, token=token.encode())
     tasks: list[asyncio.Task[Any]] = []
     stop_http = None
