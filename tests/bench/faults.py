@@ -29,6 +29,8 @@ from kvpool.core.types import Outcome, Tier
 from kvpool.errors import KVPoolError
 from tests.bench.figures import machine, restart
 from tests.support.cluster import Cluster
+from tests.support.confine import control_group, in_group, throttle
+from tests.support.loop_disk import NoLoopDisk, loop_disk
 from tests.support.observe import metrics, now, usage
 from tests.support.payload import check, payload, payloads
 from tests.support.probe import Probe
@@ -406,7 +408,77 @@ def disk_full() -> Row:
     return row | {"ok": not not_there and state != "ok"}
 
 
-def redis_down(seconds: float = 10.0) -> Row:
+SICK = 'kvpool_tier_ok{tier="ssd"}'
+
+
+def disk_eio() -> Row:
+    """Every access to the SSD tier's disk gives EIO (a loop device): DRAM goes on, and the tier is back when it is well."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-faults-") as directory:
+        cluster = Cluster(Path(directory), dram="8MiB", ssd="64MiB", worker_args=("--drain-timeout", "1s"))
+        try:
+            with loop_disk(cluster.ssd_dir(0), size=256 << 20) as disk:
+                try:
+                    return _disk_trouble(cluster.start(), disk.fail, disk.heal, seconds=5.0)
+                finally:
+                    cluster.stop()
+        except NoLoopDisk as error:
+            return {"ok": None, "reason": f"no loop device here: {error}"}
+
+
+def disk_stalled(seconds: float = 30.0) -> Row:
+    """The SSD tier's disk moves one byte a second (the worker's control group is throttled) for half a minute."""
+    with control_group("blkio") as group, tempfile.TemporaryDirectory(prefix="kvpool-faults-", dir=".") as directory:
+        where = Path(directory)
+        cluster = Cluster(where, dram="8MiB", ssd="64MiB", worker_args=("--drain-timeout", "1s"), worker_prefix=in_group(group))
+        try:
+            return _disk_trouble(
+                cluster.start(), lambda: throttle(group, where, read=1, write=1), lambda: throttle(group, where), seconds=seconds
+            )
+        finally:
+            throttle(group, where)
+            cluster.stop()
+
+
+def _disk_trouble(cluster: Cluster, fail: Callable[[], None], heal: Callable[[], None], *, seconds: float) -> Row:
+    """Gets of blocks in DRAM, gets of blocks on the disk and puts (more than DRAM has), while the disk is ill and afterwards."""
+    deadline_ms = 1000
+    client = cluster.connect()
+    ns, out = space(client), np.empty((N, BLOCK), np.uint8)
+    fill(ns, 400)  # 25 MiB: three times the DRAM
+    worker = cluster.worker()
+    wait_until(lambda: blocks_on_ssd(cluster) > 1000, timeout_s=30, what="blocks on the disk")
+    fail()
+    began, number = time.monotonic(), 1000
+    outcomes, found, slow, slow_dram, out_after, state = Counter[str](), Counter[str](), 0.0, 0.0, 0.0, "ok"
+    try:
+        while (at := time.monotonic()) < began + seconds:
+            outcomes.update(one.value for one in ns.put(chain(ns, number), values(number), deadline_ms=deadline_ms).outcomes)
+            put_at = time.monotonic()
+            fresh = ns.get(chain(ns, number), out, deadline_ms=deadline_ms)
+            slow_dram = max(slow_dram, time.monotonic() - put_at)
+            found["dram" if fresh.n_blocks == N else "dram missed"] += 1
+            got = ns.get(chain(ns, number % 400), out, deadline_ms=deadline_ms)
+            wrong = got.n_blocks and not np.array_equal(out[: got.n_blocks], values(number % 400)[: got.n_blocks])
+            found["wrong" if wrong else "hit" if got.n_blocks == N else str(got.miss and got.miss.value)] += 1
+            slow = max(slow, time.monotonic() - at)
+            if not out_after and metrics(worker)[SICK] == 0:
+                out_after = time.monotonic() - began
+            if out_after and state == "ok":  # (the master hears of it with the next heartbeat)
+                state = client.describe()["workers"][0]["tiers"]["ssd"]["state"]
+            number += 1
+    finally:
+        heal()
+    healed = time.monotonic()
+    wait_until(lambda: metrics(worker)[SICK] == 1, timeout_s=60, what="the tier is back")
+    back = time.monotonic() - healed
+    row = {"seconds": seconds, "rounds": number - 1000, "out_after_s": round(out_after, 2), "state": state, "gets": dict(found)}
+    row |= {"puts": dict(outcomes), "slowest_round_ms": ms(slow), "slowest_dram_get_ms": ms(slow_dram), "back_s": round(back, 2)}
+    late = slow > 3 * deadline_ms / 1e3 + 0.5
+    well = bool(out_after) and state != "ok" and not found["wrong"] and not late
+    return row | {"goal": "taken out, DRAM goes on, status says why, back when well", "ok": well and not found["dram missed"]}
+
+
+def redis_down(seconds: float = 30.0) -> Row:
     """Redis is away: gets and puts of open namespaces go on, changes of namespaces and removals say clearly that they cannot."""
     with rough_pool(n_workers=2, dram="64MiB") as rough:
         client = kvpool.connect(rough.addresses)
@@ -452,7 +524,7 @@ def _works(call: Callable[[], object]) -> bool:
 FIGURES: dict[str, Callable[[], Row]] = {
     figure.__name__: figure
     for figure in (worker_killed, lost_blocks, restart_with_ssd, worker_frozen, master_killed, leader_killed, writer_killed,
-                   redis_down, disk_full, flipped_bits, garbage)
+                   redis_down, disk_full, disk_eio, disk_stalled, flipped_bits, garbage)
 }  # fmt: skip
 
 

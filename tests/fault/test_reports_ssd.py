@@ -27,6 +27,7 @@ from kvpool.errors import ConfigError, InvalidArgument, KVPoolError
 from tests.support.cluster import Cluster
 from tests.support.confine import control_group, in_group, throttle
 from tests.support.keyed import SLACK_S, THERE, Child, hash_of, have, keyspace, put, read
+from tests.support.loop_disk import NoLoopDisk, loop_disk
 from tests.support.observe import http_get, listening, metrics
 from tests.support.payload import check, payload
 from tests.support.processes import Role, run_cli
@@ -584,3 +585,42 @@ def test_B73_odd_names_reach_no_file_outside(make_cluster: MakeCluster, tmp_path
     assert listing() == before
     assert (outside / "kept").read_text() == "kept"
     assert used(cluster.worker()) and tier_event(cluster.worker(), "ssd", "scan_adopted_blocks") > 0
+
+
+def test_a_disk_that_gives_errors_is_taken_out_and_comes_back(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, dram=str(16 * UNIT), ssd=str(512 * UNIT))
+    try:
+        with ExitStack() as stack:
+            try:
+                disk = stack.enter_context(loop_disk(cluster.ssd_dir(0), size=max(64 << 20, 1024 * UNIT)))
+            except NoLoopDisk as error:
+                pytest.skip(f"no loop devices here: {error}")
+            stack.callback(cluster.stop)
+            ns = keyspace(cluster.start().connect(), "n", UNIT)
+            cold = [f"cold{i}" for i in range(40)]
+            for key in cold:
+                assert put(ns, key, UNIT) is Outcome.STORED
+            push_out(ns, "other", 32)
+            worker, sick = cluster.worker(), 'kvpool_tier_ok{tier="ssd"}'
+            wait_until(lambda: metrics(worker)['kvpool_tier_blocks{tier="ssd"}'] >= 40, timeout_s=20)
+            disk.fail()
+            for i in range(64):  # more than DRAM has
+                assert put(ns, f"new{i}", UNIT) is Outcome.STORED
+                assert read(ns, f"new{i}") == 1
+                assert isinstance(read(ns, cold[i % 40]), MissCause)
+            wait_until(lambda: metrics(worker)[sick] == 0, timeout_s=20, what="the tier is out")
+
+            def state() -> str:
+                tier: dict[str, str] = cluster.connect().describe()["workers"][0]["tiers"]["ssd"]
+                return tier["state"]
+
+            wait_until(lambda: "Input/output error" in state(), timeout_s=10, what="status says why")
+            disk.heal()
+            wait_until(lambda: metrics(worker)[sick] == 1, timeout_s=60, what="the tier is back")
+            for i in range(64):
+                assert put(ns, f"again{i}", UNIT) is Outcome.STORED
+            wait_until(lambda: metrics(worker)['kvpool_tier_blocks{tier="ssd"}'] >= 40, timeout_s=20, what="it is used again")
+            found = [read(ns, f"again{i}") for i in range(64)]
+            assert found == [1] * 64, found
+    finally:
+        cluster.stop()
