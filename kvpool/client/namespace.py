@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeVar
 from kvpool.client import buffers
 from kvpool.client.context import Context, Counters, deadline_of, pick
 from kvpool.client.holds import Hold, held_places, parse_hold, take_hold
+from kvpool.client.keyed import Keyed
 from kvpool.client.peers import Peer
 from kvpool.client.put_session import PutSession
 from kvpool.client.reading import Getter, count_get, locate_all, locate_everywhere, no_hold
@@ -328,6 +329,17 @@ class Namespace:
             outcomes += [_REMOVED[code] for code in reply.outcomes]
             pending.update(dict.fromkeys(reply.pending_workers))
         return RemoveResult(outcomes, list(pending))
+
+    def keyed(self) -> Keyed:
+        """Lookups and gets in which each key stands for itself, for engines whose keys are no chains."""
+        return Keyed(self._context, self._spec, self._counters)
+
+    def clear(self, *, deadline_ms: float | None = None) -> int:
+        """Removes every block of the namespace, all shards, for good; how many. Goes through the master, as `remove` does."""
+        self._context.check()
+        request = pb.RemoveRequest(namespace=self._spec.uid, all=True)
+        reply = self._context.master.call("Remove", request, deadline=deadline_of(deadline_ms, CALL_MS))
+        return int(reply.n_removed)
 
     def stats(self) -> dict[str, Any]:
         """This client's counters of the namespace (gets, puts, hits by tier, misses by cause, outcomes, bytes) and its mirror's.
