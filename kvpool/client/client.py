@@ -100,6 +100,12 @@ class Client:
             self._context.mirror.index.wait_synced(spec.uid, deadline=deadline)
         return namespace
 
+    def layouts(self, *, deadline_ms: float | None = None) -> dict[str, KVLayout]:
+        """The layout of every namespace, by name. MasterUnavailable when the master does not answer."""
+        self._context.check()
+        reply = self._context.master.call("ListNamespaces", pb.ListNamespacesRequest(), deadline=deadline_of(deadline_ms, CALL_MS))
+        return {namespace.name: KVLayout.from_json(namespace.layout) for namespace in reply.namespaces}
+
     def describe(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """The cluster as the master sees it: epoch, workers with their tiers, namespaces, index (as `kvpool status --json`)."""
         self._context.check()
