@@ -18,16 +18,18 @@ from kvpool.core.types import Incarnation, Key, MissCause, NamespaceUid, Tiers
 from kvpool.master.store import NamespaceRecord
 from kvpool.sim.checker import Checker, Copy
 from kvpool.sim.client import SimClient
-from kvpool.sim.clock import Process, SimLoop
+from kvpool.sim.clock import Process, SimLoop, here
 from kvpool.sim.disk import Disk
 from kvpool.sim.master import SimMaster
 from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Network, Quality
 from kvpool.sim.node import SimNode, build
+from kvpool.sim.plane import Plane
+from kvpool.sim.rpc import Channel
+from kvpool.sim.session import SimAgent
 from kvpool.sim.store import LocalStore, StoreData, StoreServer
 from kvpool.sim.story import Story
-from kvpool.sim.values import Chains, sum_of
-from kvpool.sim.worker import Plane, SimAgent
+from kvpool.sim.values import Chains, size_of, sum_of
 
 BLOCK_BYTES: Final = 4096
 LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, 16)
@@ -49,6 +51,7 @@ class Scenario:
     n_chains: int
     chain_blocks: int
     shared_blocks: int
+    small_values: bool  # half of the values are smaller than a block
     wire_flips: float  # share of blocks with a flipped bit
     stumbles: float  # share of copies in the middle of which the reader stands still
     faults: tuple[str, ...]
@@ -78,7 +81,7 @@ class Master:
     """One master through all its starts."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.host = name, name
+        self.name, self.host, self.address = name, name, f"{name}:7400"
         self.process: Process | None = None
         self.master: SimMaster | None = None
         self.starts = 0
@@ -129,6 +132,7 @@ class Cluster:
         self.store_process: Process | None = None
         self.memories: dict[tuple[str, int], SimDram] = {}
         self.masters = {name: Master(name) for name in (f"m{i}" for i in range(scenario.n_masters))}
+        self.addresses = [master.address for master in self.masters.values()]
         self.workers = {name: Worker(name, Disk(self.loop, random.Random(f"{seed}/disk {name}")))
                         for name in (f"w{i}" for i in range(scenario.n_workers))}  # fmt: skip
         self.clients: dict[str, Client] = {}
@@ -145,8 +149,11 @@ class Cluster:
 
     def batch(self, spec: NamespaceSpec, chain: int, start: int, stop: int) -> KeyBatch:
         """Blocks of a chain of this namespace, as far as it goes."""
-        number = chain + self.specs.index(spec) * 1000
-        return self.chains.batch(spec.uid, number, start, min(stop, self.scenario.chain_blocks))
+        return self.chains.batch(spec.uid, chain, start, min(stop, self.scenario.chain_blocks))
+
+    def size_of(self, key: Key) -> int:
+        """Bytes of the block's value."""
+        return size_of(key, BLOCK_BYTES) if self.scenario.small_values else BLOCK_BYTES
 
     def all_keys(self, spec: NamespaceSpec) -> list[Key]:
         """Every key that a client may name, once."""
@@ -178,7 +185,7 @@ class Cluster:
         self.note(name, f"starts as {process.name}")
         local = None if self.scenario.shared_store else LocalStore(self.store, process)
         one.master = SimMaster(
-            process, self.network, name, local=local, note=lambda what, more: self.note(name, f"{what} {more}")
+            process, self.network, one.address, local=local, note=lambda what, more: self.note(name, f"{what} {more}")
         )
 
     def start_worker(self, name: str) -> None:
@@ -206,7 +213,7 @@ class Cluster:
         process.call(self._start_agent, one, node)
 
     def _start_agent(self, one: Worker, node: SimNode) -> None:
-        agent = one.agent = SimAgent(node, self.network, masters=",".join(self.masters), address=f"{one.name}:data")
+        agent = one.agent = SimAgent(node, self.network, masters=",".join(self.addresses), address=f"{one.name}:data")
         node.process.spawn(agent.run(), name=f"{one.name} agent")
 
     def _adoptable(self, one: Worker) -> list[tuple[NamespaceUid, Key]]:
@@ -245,13 +252,17 @@ class Cluster:
 
     def add_client(self, name: str, host: str, *, mirrored: bool) -> Client:
         process = self._process(name, host)
-        client = SimClient(process, self.network, masters=list(self.masters), memories=self.memories, mirrored=mirrored,
-                           wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host), stumbles=self.scenario.stumbles,
-                           on_stumble=lambda: self.freeze(name, host, process, self.random.uniform(0.5, 5.0)))  # fmt: skip
-        for spec in self.specs:
-            client.follow(spec.uid)
+        client = SimClient(
+            process, self.network, masters=self.addresses, memories=self.memories, size_of=self.size_of, mirrored=mirrored,
+            wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host), stumbles=self.scenario.stumbles,
+            on_stumble=lambda: self.freeze(name, host, process, self.random.uniform(0.5, 5.0)),
+        )  # fmt: skip
         found = self.clients[name] = Client(name, host, process, client)
         return found
+
+    def channel(self, address: str, _token: str = "") -> Channel:
+        """A blocking process' channel to a master."""
+        return Channel(self.network, here(), address)
 
     # --- what happened ----------------------------------------------------------------------------------------------------
 

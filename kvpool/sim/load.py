@@ -27,6 +27,8 @@ class Load:
 
     async def run(self) -> None:
         loop, draw = self.process.loop, self.random
+        for spec in self.cluster.specs:
+            await self.client.follow(spec)
         while not self.over:
             await sleep(loop, draw.expovariate(1 / 0.03))
             spec, chain = self._some()
@@ -34,12 +36,12 @@ class Load:
             if kind == PUT:
                 await self.put(spec, self._prefix(spec, chain))
             elif kind == GET:
-                await self.get(self._prefix(spec, chain))
+                await self.get(spec, self._prefix(spec, chain))
             elif kind == HOLD:
-                await self.hold(self._prefix(spec, chain))
+                await self.hold(spec, self._prefix(spec, chain))
             else:
                 start = draw.randrange(self.cluster.scenario.chain_blocks)
-                await self.remove(self.cluster.batch(spec, chain, start, start + draw.choice((1, 1, 3, 16))))
+                await self.remove(spec, self.cluster.batch(spec, chain, start, start + draw.choice((1, 1, 3, 16))))
 
     def _some(self) -> tuple[NamespaceSpec, int]:
         return self.random.choice(self.cluster.specs), self.random.randrange(self.cluster.scenario.n_chains)
@@ -68,46 +70,46 @@ class Load:
         self._note("put", batch, " ".join(outcome.value for outcome in outcomes))
         self.checker.put_ended(op, outcomes)
 
-    async def get(self, batch: KeyBatch) -> None:
+    async def get(self, spec: NamespaceSpec, batch: KeyBatch) -> None:
         until = self._until()
         op = self.checker.begin(self.name, "get", batch.namespace, batch.split(), until_s=until)
         self._note("gets", batch, "")
-        got = await self.client.get(batch, until=until)
+        got = await self.client.get(spec, batch, until=until)
         self._note("got", batch, said(got.values, got.paths, got.cause, got.complete))
         self.checker.get_ended(op, got)
 
-    async def hold(self, batch: KeyBatch) -> None:
+    async def hold(self, spec: NamespaceSpec, batch: KeyBatch) -> None:
         """A hold, perhaps other calls in between, a get under it while it must live, release."""
         loop, draw = self.process.loop, self.random
         ttl_ms = draw.choice(HOLD_MS)
         until = self._until()
         begun = loop.time()
         op = self.checker.begin(self.name, "hold", batch.namespace, batch.split(), until_s=until)
-        parts = await self.client.hold(batch.namespace, batch, ttl_ms=ttl_ms, until=until)
-        n_held = sum(part.count for part in parts)
+        token = await self.client.hold(spec, batch, ttl_ms=ttl_ms, until=until)
+        n_held = token.n_blocks
         self._note("holds", batch, f"{n_held} blocks for {ttl_ms} ms")
         self.checker.ended(op)
-        if not parts:
+        if not token.parts:
             return
         for _ in range(draw.randrange(4)):
-            spec, chain = self._some()
-            await self.put(spec, self._prefix(spec, chain))
+            other, chain = self._some()
+            await self.put(other, self._prefix(other, chain))
         until = loop.time() + draw.choice(DEADLINES_S)
         alive = loop.time() + 0.02 < begun + ttl_ms / 1000
         op = self.checker.begin(self.name, "get held", batch.namespace, batch.split(), until_s=until)
-        got = await self.client.get(batch, until=until, held=parts)
+        got = await self.client.get(spec, batch, until=until, held=token)
         kept = alive and loop.time() + 0.02 < begun + ttl_ms / 1000
         self._note("got held", batch, said(got.values, got.paths, got.cause, got.complete))
         self.checker.get_ended(op, got, promised=n_held if kept else 0)
-        self.client.release(parts)
+        await self.client.release(token)
 
-    async def remove(self, batch: KeyBatch) -> None:
+    async def remove(self, spec: NamespaceSpec, batch: KeyBatch) -> None:
         until = self._until()
         op = self.checker.begin(self.name, "remove", batch.namespace, batch.split(), until_s=until)
         self._note("removes", batch, "")
         outcomes: bytes | None
         try:
-            outcomes = await self.client.remove(batch.namespace, batch, until=until)
+            outcomes = await self.client.remove(spec, batch, until=until)
             result = " ".join(("removed", "pending", "absent")[code] for code in outcomes)
         except KVPoolError as error:
             outcomes, result = None, f"failed: {error}"

@@ -174,6 +174,9 @@ class SimMaster:
                     await self._session(end)
                     return
                 method, message, left_s = request
+                if method == "Check":
+                    end.send(True)
+                    continue
                 if method == "Watch":
                     await self._watch(end, message)
                     return

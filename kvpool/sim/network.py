@@ -172,7 +172,7 @@ class Network:
 
     def _host_of(self, address: str) -> str:
         found = self._listening.get(address)
-        return found[0].host if found is not None else address
+        return found[0].host if found is not None else address.partition(":")[0]
 
     def _try_connect(self, process: Process, address: str, future: asyncio.Future[Endpoint]) -> None:
         if future.done() or not process.alive or self.down:
@@ -265,7 +265,7 @@ class Network:
                 for message in held:
                     self.carry(end, message)
         for process, address, future in list(self._connecting):
-            self.loop.in_world(self._delay(process.host, address), self._try_connect, process, address, future)
+            self.loop.in_world(self._delay(process.host, self._host_of(address)), self._try_connect, process, address, future)
 
     def unblock_all(self) -> None:
         self._blocked.clear()

@@ -8,17 +8,19 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from kvpool.sim.checker import Violation
+from kvpool.sim.client import make_link
 from kvpool.sim.clock import where
 from kvpool.sim.cluster import Cluster, Scenario
 from kvpool.sim.disk import sleep
 from kvpool.sim.faults import DISK_FAULTS, FAULTS, STORE_FAULTS, Faults
 from kvpool.sim.load import Load
 from kvpool.sim.network import Quality
+from kvpool.sim.threads import stand_ins
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def draw_scenario(seed: int) -> Scenario:
         n_chains=draw.choice((2, 4, 6)),
         chain_blocks=draw.choice((3, 6, 8)),
         shared_blocks=2,
+        small_values=draw.random() < 0.3,
         wire_flips=draw.choice((0.0, 0.0, 0.002)),
         stumbles=draw.choice((0.0, 0.0, 0.02)),
         faults=faults,
@@ -81,8 +84,9 @@ def draw_scenario(seed: int) -> Scenario:
 
 def run(seed: int, *, scenario: Scenario | None = None, alter: Callable[[Cluster], None] | None = None) -> Outcome:
     """The whole run. `alter(cluster)`: before it begins (tests break something)."""
-    with quiet() as errors:
+    with quiet() as errors, ExitStack() as stack:
         cluster = Cluster(seed, scenario or draw_scenario(seed))
+        stack.enter_context(stand_ins(link=make_link, channel=cluster.channel))
         if alter is not None:
             alter(cluster)
         faults, loop = Faults(cluster), cluster.loop

@@ -16,15 +16,17 @@ from kvpool.core.session import Accept, Inbox, Reporter
 from kvpool.core.types import BlockCode, Tiers
 from kvpool.sim import node as sim_node
 from kvpool.sim import run as sim_run
-from kvpool.sim.client import SimClient
 from kvpool.sim.cluster import Scenario
 from kvpool.sim.disk import SimSsd
 from kvpool.sim.faults import FAULTS
+from kvpool.sim.link import SimLink
 from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Pool, Quality
+from kvpool.sim.plane import Plane
+from kvpool.sim.puts import Write
 from kvpool.sim.run import draw_scenario, run
+from kvpool.sim.session import SimAgent
 from kvpool.sim.store import StoreData
-from kvpool.sim.worker import Plane, SimAgent, Write
 from kvpool.worker.tiers.base import TierError, Trouble
 
 SEEDS = 50
@@ -204,12 +206,12 @@ def test_it_finds_a_hold_that_is_over_too_soon(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_finds_a_call_without_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """C6: a client that waits for a frozen worker for as long as it takes."""
-    send = SimClient._send
+    send = SimLink._send
 
-    async def patient(self: SimClient, peer: Any, ask: Any, until: float, bodies: Any = ()) -> Any:
-        return await send(self, peer, ask, until + 1e6, bodies)
+    async def patient(self: SimLink, ask: Any, until: float, bodies: Any = ()) -> Any:
+        return await send(self, ask, until + 1e6, bodies)
 
-    monkeypatch.setattr(SimClient, "_send", patient)
+    monkeypatch.setattr(SimLink, "_send", patient)
     found("C6", lambda seed: rough(seed, "worker pause", n_workers=2))
 
 
