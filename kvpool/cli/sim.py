@@ -18,8 +18,12 @@ def sim(
     Masters, workers, clients, network and disks in one process, from one seed each. Exit status 1 when a promise was broken; the
     seed, the command that replays it and the story of the block are printed.
     """
-    from kvpool.sim.run import main, print_out
-
+    try:
+        from kvpool.sim.run import main, print_out
+    except ImportError as error:
+        if error.name != "greenlet":
+            raise
+        raise ConfigError("the simulation needs greenlet: pip install 'kvpool[sim]'") from None
     if (seeds is None) == (seed is None):
         raise ConfigError("give either --seeds N or --seed S")
     which = range(seeds) if seeds is not None else range(seed or 0, (seed or 0) + 1)
