@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check proto reports chaos soak clean torch
+.PHONY: help setup setup-mooncake demo test check proto reports chaos soak clean torch
 
 PYTHON ?= python3
 # `make test` runs this many tests at once: most wait for processes, so more than there are cores.
@@ -34,6 +34,13 @@ torch: $(TORCH)
 $(TORCH): $(SETUP)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet 'torch==2.13.0+cpu' 2>/dev/null \
 		|| echo "== no CPU build of torch for pip here: the tests that need torch are skipped"
+	@touch $@
+
+# Mooncake beside which the contract test of its API runs; in an environment of its own.
+MOONCAKE := .venv-mooncake
+setup-mooncake: $(MOONCAKE)/.stamp-setup
+$(MOONCAKE)/.stamp-setup: tools/setup_mooncake
+	$(call timed,set up $(MOONCAKE),tools/setup_mooncake $(MOONCAKE) $(PYTHON))
 	@touch $@
 
 demo: $(SETUP) ## the main job on one screen
