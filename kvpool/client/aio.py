@@ -133,6 +133,9 @@ class AsyncNamespace:
     async def remove(self, hashes: PrefixHashes, **kwargs: Any) -> RemoveResult:
         return await self._threads.run(self._blocking.remove, hashes, **kwargs)
 
+    async def clear(self, **kwargs: Any) -> int:
+        return await self._threads.run(self._blocking.clear, **kwargs)
+
     async def stats(self) -> dict[str, Any]:
         return await self._threads.run(self._blocking.stats)
 
