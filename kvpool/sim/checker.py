@@ -11,12 +11,13 @@ Owns the history of operations (when begun, when answered, what) and the verdict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvpool.core.types import Key, NamespaceUid, Outcome
 from kvpool.sim.client import Got
+from kvpool.sim.names import Names
 from kvpool.sim.values import PARTS, bits_wrong, parts_right, value_of
 
 SLACK_S: Final = 0.3  # that a call may end after its deadline: what its process still had to do
@@ -62,6 +63,14 @@ class World(Protocol):
 
     def now_s(self) -> float: ...
 
+    def size_of(self, key: Key) -> int:
+        """Bytes of this block's value."""
+        ...
+
+    def workers_names(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
     def paused_s(self, client: str) -> float:
         """How long this client stood still so far."""
         ...
@@ -92,6 +101,7 @@ class Checker:
         self._committed: dict[Key, float] = {}  # last time, anywhere
         self._removed: dict[Key, tuple[float, float]] = {}  # begun, answered; of the last that was confirmed by all
         self._remove_begun: dict[Key, float] = {}  # last time
+        self.names = Names(lambda text: self.fail("C8", text, None))
 
     def fail(self, promise: str, text: str, key: Key | None) -> None:
         self.violations.append(Violation(promise, text, self._world.now_s(), key))
@@ -157,7 +167,7 @@ class Checker:
         self._end(op)
         for key, outcome in zip(op.keys, outcomes, strict=True):
             self.count(f"put {outcome.value}")
-            if outcome not in (Outcome.STORED, Outcome.ALREADY):
+            if outcome not in (Outcome.STORED, Outcome.ALREADY) or self.names.may_be_gone(op.uid):
                 continue
             since = op.begun_s - SETTLE_S
             if self._remove_begun.get(key, -1.0) >= since or self._world.expelled_since(key, since):
@@ -171,8 +181,10 @@ class Checker:
     def get_ended(self, op: Op, got: Got, *, promised: int = 0) -> None:
         """C1, C2, C8 of every hit; C3, C5, C7 of the first miss. `promised`: leading blocks held for this get."""
         self._end(op)
-        for key, value, path in zip(op.keys, got.values, got.paths, strict=False):
+        for key, value, size, path in zip(op.keys, got.values, got.sizes, got.paths, strict=False):
             self._check_hit(op, key, value, path)
+            if size != self._world.size_of(key):
+                self.fail("C1", f"get by {path} gave {size} bytes; the value has {self._world.size_of(key)}", key)
         n = len(got.values)
         self.count("C3 get", sum(1 for key in op.keys[:n] if op.holders[key]))
         self.count("C5", promised > 0)
@@ -192,6 +204,8 @@ class Checker:
                 self.fail("C1", f"get by {path} gave other bytes than were put", key)
         if key not in self._put_begun:
             self.fail("C1", f"get by {path} gave a block that nobody put", key)
+        elif key not in self._committed:
+            self.fail("C2", f"get by {path} gave a block that was never committed", key)
         removed = self._removed.get(key)
         if removed is not None and op.begun_s >= removed[1]:
             self.count("C8")
@@ -200,7 +214,7 @@ class Checker:
                 self.fail("C8", text, key)
 
     def _check_miss(self, op: Op, key: Key, got: Got) -> None:
-        if not got.complete or self._world.now_s() >= op.until_s - SETTLE_S:
+        if not got.complete or self.names.may_be_gone(op.uid) or self._world.now_s() >= op.until_s - SETTLE_S:
             return
         if self._remove_begun.get(key, -1.0) >= op.begun_s - SETTLE_S:
             return
@@ -213,7 +227,9 @@ class Checker:
             self.fail("C7" if lost else "C3", text, key)
 
     def _check_promise(self, op: Op, key: Key, got: Got, n: int, promised: int) -> None:
-        if self._remove_begun.get(key, -1.0) >= 0 or self._world.now_s() >= op.until_s - SETTLE_S:
+        if self._remove_begun.get(key, -1.0) >= 0 or self.names.may_be_gone(op.uid):
+            return
+        if self._world.now_s() >= op.until_s - SETTLE_S:
             return
         if not got.worker or not self._world.trouble_since(op.begun_s - 60.0, got.worker, op.client):
             cause = got.cause.value if got.cause is not None else "?"
@@ -227,6 +243,41 @@ class Checker:
             if outcome != 1:  # removed, or absent: every worker has confirmed
                 self._removed[key] = op.begun_s, self._world.now_s()
                 self.count("removed")
+
+    # --- views ----------------------------------------------------------------------------------------------------------
+
+    def view_left(self, op: Op, seen: Sequence[Sequence[bytes]], lost: str, *, since_s: float) -> None:
+        """C4: `seen` [times][blocks]: what lay in the viewed memory. `lost`: what leaving the view said of it, "" when all was
+        well: then all that was seen was right. `since_s`: when the view began."""
+        self._end(op)
+        self.count("view lost" if lost else "view")
+        if lost:
+            if not self._world.trouble_since(since_s, op.client, *self._world.workers_names()):
+                self.fail("C4", f"a view was lost though all was well: {lost}", op.keys[0])
+            return
+        for values in seen:
+            for key, value in zip(op.keys, values, strict=False):
+                self.count("viewed")
+                if value != value_of(key):
+                    self.fail("C4", "a view showed other bytes than were put, and was left as if all was well", key)
+
+    # --- namespaces -----------------------------------------------------------------------------------------------------
+
+    def deleted(self, op: Op, name: str, keys_of: Callable[[NamespaceUid], Sequence[Key]]) -> None:
+        """Every worker has confirmed: what was in it is gone as if it was removed."""
+        now = self._world.now_s()
+        for uid in self.names.deleted(name, begun_s=op.begun_s, now_s=now):
+            self.count("namespace deleted")
+            for key in keys_of(uid):
+                self._remove_begun[key] = max(op.begun_s, self._remove_begun.get(key, -1.0))
+                self._removed[key] = op.begun_s, now
+
+    def unknown_namespace(self, op: Op, error: str) -> None:
+        """C3: a namespace that nobody deleted is there."""
+        self._end(op)
+        self.count(f"{op.kind} of no namespace")
+        if not self.names.may_be_gone(op.uid):
+            self.fail("C3", f"a {op.kind} was told that its namespace does not exist, and nobody deleted it: {error}", op.keys[0])
 
     def still_removed(self, key: Key) -> bool:
         """Removed for good, and not put since."""

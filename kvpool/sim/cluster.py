@@ -7,6 +7,7 @@ Owns the parts and their starts and ends, and answers the checker's questions ab
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +46,7 @@ class Scenario:
     n_workers: int
     n_clients: int
     n_namespaces: int
+    n_names: int  # of namespaces that come and go
     dram_blocks: int
     ssd_blocks: int  # 0: no such tier
     replicas: int
@@ -89,8 +91,12 @@ class Master:
 
 @dataclass(slots=True)
 class Client:
+    """The present one of this name."""
+
     name: str
     host: str
+    mirrored: bool
+    starts: int
     process: Process
     client: SimClient
 
@@ -136,8 +142,11 @@ class Cluster:
         self.workers = {name: Worker(name, Disk(self.loop, random.Random(f"{seed}/disk {name}")))
                         for name in (f"w{i}" for i in range(scenario.n_workers))}  # fmt: skip
         self.clients: dict[str, Client] = {}
+        self.begin_load: Callable[[Client], None] = lambda _client: None  # what a client does from its start on
         self.chains = Chains(shared_blocks=scenario.shared_blocks)
         self.specs = [self._spec(i) for i in range(scenario.n_namespaces)]
+        self.names = [f"name{i}" for i in range(scenario.n_names)]
+        self.known: dict[NamespaceUid, NamespaceSpec] = {}  # those of these names that clients have had
         self._touched: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self._expelled: dict[Key, float] = {}
         for spec in self.specs:
@@ -150,6 +159,27 @@ class Cluster:
     def batch(self, spec: NamespaceSpec, chain: int, start: int, stop: int) -> KeyBatch:
         """Blocks of a chain of this namespace, as far as it goes."""
         return self.chains.batch(spec.uid, chain, start, min(stop, self.scenario.chain_blocks))
+
+    # --- namespaces that come and go
+
+    def wanted(self, name: str) -> NamespaceSpec:
+        """What a client asks for that makes it."""
+        return NamespaceSpec.of(name, LAYOUT, replicas=self.scenario.replicas)
+
+    def opened(self, spec: NamespaceSpec) -> None:
+        """A client has it."""
+        if spec.uid not in self.known:
+            self.known[spec.uid] = spec
+            self.name_keys(spec)
+
+    def name_keys(self, spec: NamespaceSpec) -> None:
+        """For the story."""
+        for chain in range(self.scenario.n_chains):
+            for index, key in enumerate(self.batch(spec, chain, 0, self.scenario.chain_blocks).split()):
+                self.story.name(key, f"{spec.name}/c{chain}/{index}")
+
+    def keys_of(self, uid: NamespaceUid) -> list[Key]:
+        return self.all_keys(self.known[uid])
 
     def size_of(self, key: Key) -> int:
         """Bytes of the block's value."""
@@ -250,14 +280,20 @@ class Cluster:
             self.note(name, "goes on")
             process.resume()
 
-    def add_client(self, name: str, host: str, *, mirrored: bool) -> Client:
-        process = self._process(name, host)
+    def kill_client(self, client: Client) -> None:
+        """SIGKILL, in the middle of whatever it does."""
+        self.note(client.name, "is killed")
+        self.checker.abandon(client.name)
+        client.process.kill()
+
+    def add_client(self, name: str, host: str, *, mirrored: bool, starts: int = 1) -> Client:
+        process = self._process(f"{name}.{starts}", host)
         client = SimClient(
             process, self.network, masters=self.addresses, memories=self.memories, size_of=self.size_of, mirrored=mirrored,
             wire_flips=self.scenario.wire_flips, on_flip=lambda: self.touch(host), stumbles=self.scenario.stumbles,
             on_stumble=lambda: self.freeze(name, host, process, self.random.uniform(0.5, 5.0)),
         )  # fmt: skip
-        found = self.clients[name] = Client(name, host, process, client)
+        found = self.clients[name] = Client(name, host, mirrored, starts, process, client)
         return found
 
     def channel(self, address: str, _token: str = "") -> Channel:
@@ -308,6 +344,9 @@ class Cluster:
 
     def now_s(self) -> float:
         return self.loop.time()
+
+    def workers_names(self) -> list[str]:
+        return list(self.workers)
 
     def host_of(self, name: str) -> str:
         return self.clients[name].host if name in self.clients else name

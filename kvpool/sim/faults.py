@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvpool.sim.clock import Process
-from kvpool.sim.cluster import STORE_HOST, Cluster, Master, Worker
+from kvpool.sim.cluster import STORE_HOST, Client, Cluster, Master, Worker
 
 LEAVE_S: Final = 1.5  # then it is killed, wherever it stands
 
@@ -127,6 +127,20 @@ class Faults:
     def client_pause(self) -> bool:
         client = self.random.choice(list(self.cluster.clients.values()))
         return self._freeze(client.name, client.name, client.process, self._some_s(0.01, 4.0))
+
+    def client_kill(self) -> bool:
+        """Another process goes on in its place after a while."""
+        client = self.random.choice(list(self.cluster.clients.values()))
+        if not client.process.alive:
+            return False
+        self.cluster.kill_client(client)
+        self._later(self._some_s(0.05, 1.0), lambda: self._restart_client(client))
+        return True
+
+    def _restart_client(self, client: Client) -> None:
+        if self.cluster.clients[client.name] is client and not client.process.alive:
+            new = self.cluster.add_client(client.name, client.host, mirrored=client.mirrored, starts=client.starts + 1)
+            self.cluster.begin_load(new)
 
     def client_blink(self) -> bool:
         """Clients stand still for a moment, often: in the middle of a read."""
@@ -267,8 +281,9 @@ class Faults:
             if master.process is not None:
                 master.process.resume()
             self._restart_master(master)
-        for client in cluster.clients.values():
+        for client in list(cluster.clients.values()):
             client.process.resume()
+            self._restart_client(client)
         if cluster.store_process is not None:
             cluster.store_process.resume()
 
@@ -280,6 +295,7 @@ FAULTS: Final[dict[str, Callable[[Faults], bool]]] = {
     "worker pause": Faults.worker_pause,
     "master kill": Faults.master_kill,
     "master pause": Faults.master_pause,
+    "client kill": Faults.client_kill,
     "client pause": Faults.client_pause,
     "client blink": Faults.client_blink,
     "clock jump": Faults.clock_jump,

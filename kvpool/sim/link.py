@@ -222,12 +222,23 @@ class SimLink:
         parts = [(one.block, one.offset, bytes(one.data)) for one in ranges]
         ask = self._ask("fill", deadline, hold_id=reservation.number, sums=[sums_of(data) for _, _, data in parts])
         body = [(block, offset, self._wire.arrives(data)) for block, offset, data in parts]
-        wait(self._exchange(reservation.end, ask, self._until(deadline), [Body(0, body)]))
+        self._use(reservation, ask, deadline, [Body(0, body)])
+
+    def _use(self, reservation: Reservation, ask: Ask, deadline: float, bodies: Sequence[Body] = ()) -> Answer:
+        """A failure ends the reservation."""
+        if reservation.over:
+            raise LinkError(LinkCause.NOT_FOUND, "the reservation has ended")
+        try:
+            return wait(self._exchange(reservation.end, ask, self._until(deadline), bodies))
+        except BaseException:
+            reservation.over = True
+            reservation.end.close()
+            raise
 
     def commit(self, reservation: Reservation, *, wait_listed: bool, deadline: float) -> bytes:
         ask = self._ask("commit", deadline, hold_id=reservation.number, wait_listed=wait_listed)
+        answer = self._use(reservation, ask, deadline)
         reservation.over = True
-        answer = wait(self._exchange(reservation.end, ask, self._until(deadline)))
         self._pool.give(reservation.end)
         return answer.codes
 

@@ -15,7 +15,7 @@ from typing import Final
 from kvpool.sim.checker import Violation
 from kvpool.sim.client import make_link
 from kvpool.sim.clock import where
-from kvpool.sim.cluster import Cluster, Scenario
+from kvpool.sim.cluster import Client, Cluster, Scenario
 from kvpool.sim.disk import sleep
 from kvpool.sim.faults import DISK_FAULTS, FAULTS, STORE_FAULTS, Faults
 from kvpool.sim.load import Load
@@ -66,6 +66,7 @@ def draw_scenario(seed: int) -> Scenario:
         n_workers=draw.choice((1, 2, 2, 3)),
         n_clients=draw.choice((2, 3)),
         n_namespaces=draw.choice((1, 1, 2)),
+        n_names=draw.choice((0, 0, 1, 2)),
         dram_blocks=draw.choice((6, 10, 16, 24)),
         ssd_blocks=ssd_blocks,
         replicas=draw.choice((1, 1, 2)),
@@ -117,16 +118,18 @@ def _play(cluster: Cluster, faults: Faults) -> None:
 def _begin(cluster: Cluster) -> list[Load]:
     shape = cluster.scenario
     for spec in cluster.specs:
-        for chain in range(shape.n_chains):
-            for index, key in enumerate(cluster.batch(spec, chain, 0, shape.chain_blocks).split()):
-                cluster.story.name(key, f"{spec.name}/c{chain}/{index}")
+        cluster.name_keys(spec)
     cluster.start()
-    loads = []
+    loads: list[Load] = []
+
+    def begin(client: Client, delay_s: float = 0.0) -> None:
+        loads.append(Load(cluster, client))
+        client.process.spawn(_after(cluster, delay_s, loads[-1]), name=client.name)
+
+    cluster.begin_load = begin
     for i in range(shape.n_clients):
         host = cluster.random.choice([*cluster.workers, f"c{i}"])
-        client = cluster.add_client(f"c{i}", host, mirrored=cluster.random.random() < 0.7)
-        loads.append(Load(cluster, client))
-        client.process.spawn(_after(cluster, 0.3, loads[-1]), name=client.name)
+        begin(cluster.add_client(f"c{i}", host, mirrored=cluster.random.random() < 0.7), 0.3)
     return loads
 
 
@@ -155,7 +158,11 @@ def _check_end(cluster: Cluster) -> None:
             checker.fail("C6", f"worker {worker.name} is not up", None)
             continue
         node.table.check()
-        for spec in cluster.specs:
+        if node.table.gauges()["reserved"]:
+            checker.fail("C10", f"{worker.name} has reserved slots, and nobody puts", None)
+        for uid in [uid for uid in node.table.spaces if checker.names.is_gone(uid)]:
+            checker.fail("C8", f"{worker.name} still has the namespace {uid.hex()[:8]}, which was deleted", None)
+        for spec in [*cluster.specs, *(s for s in cluster.known.values() if not checker.names.may_be_gone(s.uid))]:
             if isinstance(node.served(spec.uid), tuple):
                 checker.fail("C3", f"{worker.name} does not serve {spec.name}, long after everything was mended", None)
                 continue
@@ -166,6 +173,11 @@ def _check_end(cluster: Cluster) -> None:
             for key in blocks:
                 if checker.still_removed(key):
                     checker.fail("C8", f"{worker.name} has a block that was removed for good", key)
+    for uid in cluster.known:
+        if uid in state.namespaces and checker.names.is_gone(uid):
+            checker.fail("C8", f"the namespace {uid.hex()[:8]} was deleted, and is there", None)
+        if uid not in state.namespaces and not checker.names.may_be_gone(uid):
+            checker.fail("C3", f"the namespace {uid.hex()[:8]} is not there, and nobody deleted it", None)
     for client in cluster.clients.values():
         index = client.client.index
         if index is None:
