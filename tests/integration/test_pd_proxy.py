@@ -463,6 +463,22 @@ def test_many_streams_at_once_are_each_their_own() -> None:
     scenario(test, n_prefill=2, n_decode=2)
 
 
+def test_a_stop_ends_what_runs_and_the_exit_status_is_0() -> None:
+    async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
+        decode[0].behaviour.holds = True
+        client = asyncio.ensure_future(proxy.complete(SHORT, stream=True))
+        await until(lambda: _running(decode[0], 1), what="it runs")
+        proxy.process.terminate()
+        assert await asyncio.wait_for(proxy.process.wait(), 20) == 0
+        await asyncio.gather(client, return_exceptions=True)
+        await until(lambda: _running(decode[0], 0), what="the engine is free")
+
+    async def _running(engine: Engine, n: int) -> bool:
+        return engine.running == n
+
+    scenario(test)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

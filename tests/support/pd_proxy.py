@@ -124,7 +124,8 @@ async def running(
         proxy = Proxy(process, json.loads(line)["url"])
         async with proxy.client:
             yield proxy
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         assert await asyncio.wait_for(process.wait(), STOP_S) == 0
     finally:
         if process.returncode is None:

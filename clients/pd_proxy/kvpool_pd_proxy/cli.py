@@ -1,30 +1,23 @@
-"""The command line: flags to settings, one ready line, a server that ends cleanly."""
+"""The command line: flags to settings."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import re
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import uvicorn
-
-from kvpool_pd_proxy.app import application
+from kvpool_pd_proxy.server import serve
 from kvpool_pd_proxy.settings import Settings
 
 NODES_MAX: Final = 64  # of one role
-SPARE_CONNECTIONS: Final = 64  # for metrics, health and the refusals beyond --max-requests
-KEEP_ALIVE_S: Final = 30
-GRACE_S: Final = 5
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,50 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         sys.exit(f"error: cannot listen on {words.host}:{words.port}: {error}")
     with bound:
-        asyncio.run(_serve(settings, bound))
+        asyncio.run(serve(settings, bound))
 
 
 def _value(words: argparse.Namespace, name: str) -> Any:
     value = getattr(words, name)
     return tuple(value) if isinstance(value, list) else value
-
-
-async def _serve(settings: Settings, bound: socket.socket) -> None:
-    config = uvicorn.Config(
-        application(settings),
-        http="h11",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        limit_concurrency=settings.requests_max + SPARE_CONNECTIONS,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    await _Server(config, bound).serve(sockets=[bound])
-
-
-class _Server(uvicorn.Server):
-    """Says when it is ready; a signal ends it with exit status 0."""
-
-    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
-        super().__init__(config)
-        self._bound = bound
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = self._bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        line = json.dumps({"ready": True, "role": "pd_proxy", "url": f"http://{shown}:{port}"})
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        yield
 
 
 def _parser() -> argparse.ArgumentParser:

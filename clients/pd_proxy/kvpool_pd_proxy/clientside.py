@@ -27,6 +27,7 @@ class ClientSide:
         self.request_id = request_id
         self.headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
         self.started = False
+        self._finished = False
         self.route = ""
 
     async def body(self, *, bytes_max: int) -> bytes:
@@ -51,9 +52,11 @@ class ClientSide:
             raise BadRequest(f"the request was not whole within {self._timeout_s:g} s", status=408) from None
 
     async def gone(self) -> None:
-        """Returns when the client has left."""
+        """Returns when the client has left before its answer was whole; else never: cancel it."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        if self._finished:  # ASGI says the same when all is sent
+            await asyncio.get_running_loop().create_future()
 
     async def answer(self, status: int, data: bytes, *, content_type: str = "application/json", retry_after_s: int = 0) -> None:
         """The whole answer."""
@@ -88,6 +91,7 @@ class ClientSide:
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
+        self._finished = not more
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _put(self, message: dict[str, Any]) -> None:

@@ -128,7 +128,8 @@ class Role:
 
     def failed(self, node: Node, error: NodeFailed) -> None:
         """One failure of a node; what it had seen is forgotten when that puts it out."""
-        log.warning("node_failed role=%s node=%s reason=%s message=%r", self.name, node.name, error.reason, str(error)[:200])
+        level = logging.DEBUG if node.breaker.state is State.OPEN else logging.WARNING
+        log.log(level, "node_failed role=%s node=%s reason=%s message=%r", self.name, node.name, error.reason, str(error)[:200])
         if error.blame is Blame.NONE:
             node.breaker.abandoned()
         elif node.breaker.failed(time.monotonic(), beyond_doubt=error.blame is Blame.CERTAIN):

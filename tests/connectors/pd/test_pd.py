@@ -1,0 +1,226 @@
+"""Two vLLM servers, a pool and the proxy between them: the same texts as one server alone, whatever becomes of the prefill node.
+
+The yardstick is a server alone: the same requests sent to the decode node itself under another cache salt, so that no block of it
+is shared with what goes through the proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.connectors.pd.nodes import VllmNode, make_model
+from tests.support.cluster import Cluster
+from tests.support.pd_proxy import Answer, Proxy, running, until
+
+pytestmark = pytest.mark.timeout(900)
+
+BLOCK_TOKENS = 32
+MIN_TOKENS = 128
+PROXY = ("--bytes-per-token", "1", "--prefill-min-tokens", str(MIN_TOKENS), "--prefill-timeout", "60s", "--idle-timeout", "120s")
+N_REQUESTS = 32
+WORDS = [
+    "a",
+    "quiet",
+    "river",
+    "carries",
+    "old",
+    "letters",
+    "past",
+    "seven",
+    "bright",
+    "towers",
+    "while",
+    "nobody",
+    "counts",
+    "the",
+    "winter",
+    "birds",
+]
+
+
+@dataclass
+class Site:
+    pool: Cluster
+    prefill: VllmNode
+    decode: VllmNode
+    alone: dict[int, str]  # texts of `ask_all` from one server
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory: Path = tmp_path_factory.mktemp("pd")
+    model = make_model(directory / "model")
+    (directory / "pool").mkdir()
+    pool = Cluster(directory / "pool", dram="256MiB")
+    nodes: list[VllmNode] = []
+    try:
+        pool.start()
+        for role in ("prefill", "decode"):
+            nodes.append(VllmNode(role, model, pool.master_address, log=directory / f"{role}.log"))
+        for node in nodes:
+            node.wait_healthy()
+        alone = asyncio.run(_alone(nodes[1]))
+        yield Site(pool, nodes[0], nodes[1], alone)
+    finally:
+        for node in nodes:
+            node.kill()
+        pool.stop()
+
+
+def prompt(i: int) -> str:
+    """Of 20 to about 900 tokens, every one with a start of its own."""
+    chance = random.Random(i)
+    return f"{i}: " + " ".join(chance.choice(WORDS) for _ in range(3 + 5 * i))
+
+
+def request(i: int, salt: str, *, stream: bool = True) -> tuple[str, dict[str, Any]]:
+    """Every second one is a chat. (path, body)"""
+    body: dict[str, Any] = {"model": "model", "temperature": 0, "max_tokens": 8 + i % 24, "stream": stream, "cache_salt": salt}
+    if i % 2:
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": prompt(i)}]
+        return "/v1/chat/completions", {**body, "messages": messages}
+    return "/v1/completions", {**body, "prompt": prompt(i)}
+
+
+async def ask_all(proxy: Proxy, salt: str) -> dict[int, Answer]:
+    answers = await asyncio.gather(*(proxy.ask(*request(i, salt)) for i in range(N_REQUESTS)))
+    return dict(enumerate(answers))
+
+
+async def _alone(node: VllmNode) -> dict[int, str]:
+    client = Proxy.__new__(Proxy)
+    client.client = httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=300)
+    async with client.client:
+        answers = await ask_all(client, "alone")
+    assert all(answer.status == 200 and answer.text and answer.done for answer in answers.values())
+    return {i: answer.text for i, answer in answers.items()}
+
+
+def n_full_blocks() -> int:
+    """Of the prompts that go to prefill, those blocks that decode can take from the pool, at the least."""
+    lengths = [len(prompt(i)) for i in range(N_REQUESTS)]
+    return sum((n - 1) // BLOCK_TOKENS for n in lengths if n >= MIN_TOKENS)
+
+
+def check(answers: dict[int, Answer], alone: dict[int, str]) -> None:
+    wrong = {i: (answer.status, answer.error, answer.text, alone[i]) for i, answer in answers.items() if answer.text != alone[i]}
+    assert not wrong
+    assert all(answer.status == 200 and answer.error is None and answer.done for answer in answers.values())
+
+
+def test_32_streams_of_mixed_lengths_are_as_from_one_server(site: Site) -> None:
+    async def run() -> None:
+        before = site.decode.metric("vllm:external_prefix_cache_hits_total")
+        async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
+            answers = await ask_all(proxy, "two servers")
+            check(answers, site.alone)
+            n_long = sum(answer.route == "prefill" for answer in answers.values())
+            assert n_long >= 20 and sum(answer.route == "short" for answer in answers.values()) == N_REQUESTS - n_long
+            await proxy.until_metric("kvpool_pd_prompts_tokenised_once_total", n_long)
+            await proxy.until_metric("kvpool_pd_ttft_seconds_count", n_long, route="prefill")
+            await proxy.until_metric("kvpool_pd_slo_requests_total", N_REQUESTS, slo="both")
+        hits = site.decode.metric("vllm:external_prefix_cache_hits_total") - before
+        assert hits >= BLOCK_TOKENS * n_full_blocks() * 0.9, (hits, BLOCK_TOKENS * n_full_blocks())
+
+    asyncio.run(run())
+
+
+def test_whole_answers_and_log_probabilities_are_the_engines_own(site: Site) -> None:
+    async def run() -> None:
+        async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
+            for i in (20, 21):
+                path, body = request(i, "logprobs", stream=False)
+                body |= {"logprobs": True, "top_logprobs": 3} if "messages" in body else {"logprobs": 3}
+                through = await proxy.ask(path, body)
+                async with httpx.AsyncClient(base_url=site.decode.url, trust_env=False, timeout=120) as client:
+                    direct = (await client.post(path, json={**body, "cache_salt": "direct"})).json()
+                assert through.route == "prefill" and through.text == site.alone[i]
+                assert set(through.body) == set(direct)
+                assert through.body["choices"] == direct["choices"]
+                assert through.body["usage"] == direct["usage"]
+
+    asyncio.run(run())
+
+
+def test_a_session_comes_back_to_the_node_with_its_blocks(site: Site) -> None:
+    """Both servers decode here: four conversations of three turns, each at home on one of them."""
+
+    async def run() -> None:
+        urls = [site.prefill.url, site.decode.url]
+        async with running(*PROXY, decode=urls) as proxy:
+            texts = await asyncio.gather(*(conversation(proxy, i, "sessions") for i in range(4)))
+            await proxy.until_metric("kvpool_pd_choices_total", 4 * 2, role="decode", why="blocks")
+            await proxy.until_metric("kvpool_pd_choices_total", 4, role="decode", why="new")
+        async with running(*PROXY, decode=urls[1:]) as alone:
+            assert texts == [await conversation(alone, i, "one server") for i in range(4)]
+
+    async def conversation(proxy: Proxy, i: int, salt: str) -> list[str]:
+        history, texts = [], []
+        for turn in range(3):
+            history.append({"role": "user", "content": prompt(10 + 4 * i + turn)})
+            body = {"messages": history, "temperature": 0, "max_tokens": 12, "stream": True, "cache_salt": salt}
+            answer = await proxy.ask("/v1/chat/completions", body)
+            assert answer.status == 200 and answer.error is None
+            history.append({"role": "assistant", "content": answer.text})
+            texts.append(answer.text)
+        return texts
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_frees_the_engine(site: Site) -> None:
+    async def run() -> None:
+        async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
+            path, body = request(30, "leaves")
+            body |= {"max_tokens": 3000, "ignore_eos": True}
+
+            async def ask(got: asyncio.Event) -> None:
+                async with proxy.client.stream("POST", path, json=body) as response:
+                    async for _ in response.aiter_lines():
+                        got.set()
+
+            got = asyncio.Event()
+            client = asyncio.ensure_future(ask(got))
+            await asyncio.wait_for(got.wait(), 120)
+            assert site.decode.metric("vllm:num_requests_running") == 1
+            made = site.decode.metric("vllm:generation_tokens_total")
+            client.cancel()
+            await asyncio.gather(client, return_exceptions=True)
+
+            async def idle() -> bool:
+                return site.decode.metric("vllm:num_requests_running") == 0
+
+            await until(idle, timeout_s=60, what="the engine is free")
+            assert site.decode.metric("vllm:generation_tokens_total") - made < 2000
+            await proxy.until_metric("kvpool_pd_requests_total", 1, outcome="cancelled")
+
+    asyncio.run(run())
+
+
+def test_prefill_killed_half_way_changes_no_text(site: Site) -> None:
+    async def run() -> None:
+        async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
+
+            async def some() -> bool:
+                return await proxy.metric("kvpool_pd_prefills_total", outcome="ok") >= 5
+
+            async def kill() -> None:
+                await until(some, timeout_s=120, what="prefill works")
+                await asyncio.to_thread(site.prefill.kill)
+
+            answers, _ = await asyncio.gather(ask_all(proxy, "killed"), kill())
+            check(answers, site.alone)
+            routes = [answer.route for answer in answers.values()]
+            assert routes.count("prefill") >= 5 and routes.count("prefill_failed") + routes.count("no_prefill") >= 1, routes
+            await proxy.until_metric("kvpool_pd_requests_total", N_REQUESTS, outcome="ok")
+            assert await proxy.metric("kvpool_pd_node_state", role="prefill") > 0
+
+    asyncio.run(run())
