@@ -4,12 +4,10 @@
                                   ▲                                                         └▶ none moved: STUCK ─┐
                                   └────────────────── after a while, or when something was stored here ◀──────────┘
 
-Owns the thread that does it and the links to other workers. Does not own: order, speed and room (`core.drain`), what is asked of
-the master (`elsewhere`), who drains (the master keeps the operator's wish; a signal is `server`'s).
+Owns the thread that does it. Does not own: order, speed and room (`core.drain`), what is asked of the master (`elsewhere`), how
+blocks travel (`sender`), who drains (the master keeps the operator's wish; a signal is `server`'s).
 
-A copy stays here too: a drain that is cut short or cancelled has cost nothing. Nothing that is removed meanwhile comes back: a
-move carries the removals that were applied here when its blocks were taken, and a worker that is further refuses it. Bytes are
-checked before they leave: a block that went bad in memory is dropped, not spread.
+A copy stays here too: a drain that is cut short or cancelled has cost nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +16,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpool.core.drain import Pace, Phase, Progress, batch_of, batched, chains, parent_key
-from kvpool.core.hashing import chunk_sums
+from kvpool.core.drain import Pace, Phase, Progress, batched, chains, parent_key
 from kvpool.core.placement import Candidate, place
-from kvpool.core.types import BlockCode, Tiers, WorkerId
+from kvpool.core.types import WorkerId
 from kvpool.errors import KVPoolError
-from kvpool.transport.base import LinkCause, LinkError, LinkOptions, Range, WorkerLink
-from kvpool.transport.choose import link as make_link
-from kvpool.transport.host import host_id
 from kvpool.v1 import master_pb2 as pb
 from kvpool.worker.elsewhere import Elsewhere
-from kvpool.worker.tiers.base import TierError, Trouble
+from kvpool.worker.sender import Sender
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
@@ -41,15 +35,11 @@ log = logging.getLogger(__name__)
 
 LOOK_KEYS: Final = 8192  # of one question: some ms of the master's loop
 ROOMS_S: Final = 0.5  # then the others' room is asked anew: as often as they tell it
-MOVE_S: Final = 2.0  # for one batch, and its bytes at SLOWEST_BYTES a second
-SLOWEST_BYTES: Final = 100_000_000
 RETRY_S: Final = 1.0  # after a look that failed, or found nobody with room
 RESCAN_S: Final = 5.0  # an empty worker looks again: another's copy may have been evicted
 STORED_S: Final = 0.25  # how often it is seen whether something was stored meanwhile
 SETTLE_S: Final = 0.1  # a worker that leaves waits so long for others to say that they do too
-AVOID_S: Final = 2.0  # a worker that failed is left alone for so long
 CLOSE_S: Final = 2.0  # for the thread to end: calls under way are cut
-_THERE: Final = (int(BlockCode.STORED), int(BlockCode.ALREADY), int(BlockCode.UNLISTED))
 
 
 class _Stopped(Exception):
@@ -64,7 +54,6 @@ class Drainer:
         self._node = node
         self._master = master
         self._beat = beat
-        self._options = LinkOptions(token=token, client=f"drain of {node.worker_id}", host_id=host_id())
         self._wake = threading.Condition()
         self._wish = 0  # counts changes: a pass for an older one stops
         self._wanted = False
@@ -76,9 +65,7 @@ class Drainer:
         self._progress = Progress()
         # of the thread alone:
         self._elsewhere = Elsewhere(node.worker_id, token=token, master=master)
-        self._links: dict[str, WorkerLink] = {}
-        self._avoided: dict[str, float] = {}
-        self._trouble = ""
+        self._sender = Sender(node, token=token, purpose="drain")
         self._anybody = False  # had room, when last asked for
 
     # --- wishes ---------------------------------------------------------------------------------------------------------
@@ -130,8 +117,7 @@ class Drainer:
             self._closed = True
             self._wake.notify_all()
             thread = self._thread
-        for link in list(self._links.values()):
-            link.close()
+        self._sender.close()
         if thread is not None:
             thread.join(CLOSE_S)
 
@@ -156,8 +142,7 @@ class Drainer:
                 with contextlib.suppress(_Stopped):
                     self._pause(self._guarded_pass(wish), wish)
         finally:
-            for link in self._links.values():
-                link.close()
+            self._sender.close()
             self._elsewhere.close()
 
     def _guarded_pass(self, wish: int) -> float:
@@ -188,7 +173,7 @@ class Drainer:
             self._end(Phase.DONE)
             self._wait_for_stores(wish)
             return 0.0
-        self._trouble = ""
+        self._sender.trouble = ""
         if self._target(blocks, smallest=True) is None:
             self._end(Phase.STUCK, self._why_stuck(len(blocks), n_bytes))
             return RETRY_S
@@ -208,7 +193,7 @@ class Drainer:
         if not self._elsewhere.others:
             return f"no other worker is up to take {what}"
         if self._anybody:
-            return f"{what} could not be moved: {self._trouble or 'they went away meanwhile'}"
+            return f"{what} could not be moved: {self._sender.trouble or 'they went away meanwhile'}"
         return f"no other worker has room for {what}"
 
     def _end(self, phase: Phase, reason: str = "") -> None:
@@ -287,10 +272,9 @@ class Drainer:
     def _target(self, part: Sequence[Block], *, home: str = "", smallest: bool = False) -> str | None:
         """Where the first of these blocks belongs: beside its parent when there is room, else spread. `smallest`: whether any
         worker could take any of them."""
-        now = time.monotonic()
         first = min(part, key=lambda block: block.size) if smallest else part[0]
         roomy = [name for name in self._elsewhere.rooms.names() if self._elsewhere.rooms.of(name) >= first.size]
-        usable = [name for name in roomy if self._avoided.get(name, 0.0) <= now]
+        usable = [name for name in roomy if self._sender.usable(name)]
         self._anybody = bool(roomy)
         if not usable:
             return None
@@ -309,17 +293,13 @@ class Drainer:
 
     def _send(self, name: str, part: list[Block]) -> int:
         """To this worker. How many leading blocks are through with this pass: moved, gone, or not to be moved."""
-        deadline = time.monotonic() + MOVE_S + sum(block.size for block in part) / SLOWEST_BYTES
-        with self._taken(part, deadline) as (blocks, views, fence):
-            if not blocks:
-                self._count(part[:1], moved=0)
-                return 1
-            try:
-                codes = self._write(name, blocks, views, fence, deadline)
-            except KVPoolError as error:  # a LinkError; or its token, its version
-                self._failed(name, error)
-                return 0
-        there = [block for block, code in zip(blocks, codes, strict=True) if code in _THERE]
+        sent = self._sender.send(self._elsewhere.others[name], part)
+        if sent is None:
+            return 0
+        blocks, there = sent
+        if not blocks:
+            self._count(part[:1], moved=0)
+            return 1
         n_bytes = sum(block.size for block in blocks)
         self._pace.sent(n_bytes, _now_ms())
         self._elsewhere.rooms.sent(name, n_bytes, now_ms=_now_ms())
@@ -328,73 +308,6 @@ class Drainer:
         self._count(there, moved=len(there))
         return len(blocks)
 
-    def _write(self, name: str, blocks: list[Block], views: list[memoryview], fence: int, deadline: float) -> bytes:
-        link = self._links.get(name)
-        if link is None or link.incarnation != self._elsewhere.others[name].incarnation:
-            if link is not None:
-                link.close()
-            self._links[name] = link = make_link(self._elsewhere.others[name], self._options, deadline=deadline)
-            if self._closed:
-                raise LinkError(LinkCause.CLOSED, "this worker stops")
-        held = link.reserve(batch_of(blocks), [view.nbytes for view in views], deadline=deadline, fence=fence)
-        try:
-            ranges = [Range(i, 0, views[i]) for i, code in enumerate(held.codes) if code == BlockCode.RESERVED]
-            if ranges:
-                link.fill(held, ranges, deadline=deadline)
-            return link.commit(held, wait_listed=True, deadline=deadline)
-        finally:
-            link.abort(held)  # nothing, when it was committed
-
-    @contextlib.contextmanager
-    def _taken(self, part: list[Block], deadline: float) -> Iterator[tuple[list[Block], list[memoryview], int]]:
-        """Leading blocks of these that are still here, their checked bytes, and the removals that they are as of."""
-        node = self._node
-        with node.lock:
-            n = next((i for i, block in enumerate(part) if not block.live), len(part))
-            pinned = part[:n]
-            for block in pinned:
-                block.pins += 1
-            fence = node.removals_applied(part[0].ns)
-        views: list[memoryview] = []
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: node.unpin(pinned) if pinned else None)
-            for block in pinned:
-                try:
-                    views.append(self._bytes_of(block, deadline, stack))
-                except TierError as error:
-                    node.count_read_trouble(block.ns, error)
-                    self._trouble = error.reason
-                    break
-            yield pinned[: len(views)], views, fence
-
-    def _bytes_of(self, block: Block, deadline: float, stack: contextlib.ExitStack) -> memoryview:
-        """Of a pinned block. Raises TierError; a copy that is damaged has been dropped then."""
-        node = self._node
-        with node.lock:
-            offset = -1 if block.dram is None else node.offset(block)
-            slot = block.ssd
-        chunk_bytes = block.chunk_bytes
-        tier = Tiers.DRAM
-        try:
-            if offset >= 0:
-                view = node.dram.view(block.ns, offset, block.size)
-                if block.sums is not None and chunk_sums(view, chunk_bytes).tobytes() != block.sums:
-                    raise TierError(Trouble.DAMAGED, "a block in DRAM differs from its checksum")
-                return view
-            tier = Tiers.SSD
-            if node.ssd is None or slot is None:
-                raise TierError(Trouble.BUSY, "the block's copy is gone")
-            staged = node.ssd.read_block(
-                slot, size=block.size, chunk_bytes=chunk_bytes, block_sum=block.sum, deadline=deadline
-            )
-            return stack.enter_context(staged).view
-        except TierError as error:
-            if error.trouble is Trouble.DAMAGED:
-                with node.lock:
-                    node.table.corrupt(block, tier)
-                    node.after_decision()
-            raise
-
     def _count(self, blocks: Sequence[Block], *, moved: int) -> None:
         n_bytes = sum(block.size for block in blocks)
         with self._wake:
@@ -402,18 +315,6 @@ class Drainer:
                 self._progress.moved(moved, n_bytes)
             else:
                 self._progress.left(len(blocks), n_bytes)
-
-    def _failed(self, name: str, error: KVPoolError) -> None:
-        self._trouble = f"worker {name}: {error}"
-        cause = error.cause if isinstance(error, LinkError) else None
-        log.warning("event=move_failed worker=%s cause=%s reason=%r", name, cause, str(error))
-        if cause in (LinkCause.NOT_READY, LinkCause.UNKNOWN_NAMESPACE):
-            self._avoided[name] = time.monotonic() + RETRY_S / 4
-            return
-        self._avoided[name] = time.monotonic() + AVOID_S
-        link = self._links.pop(name, None)
-        if link is not None:
-            link.close()
 
 
 def _now_ms() -> float:
