@@ -1,5 +1,5 @@
 """A tiny Llama with random weights and a byte tokenizer, made in seconds without a download: `python -m
-tests.support.tiny_model DIR`.
+tests.support.tiny_model DIR [seed=1 kv_heads=1 ...]`.
 
 2.5M parameters; 512 tokens: the 256 bytes, then specials; the weights are spread widely, so that the next token is never nearly
 tied.
@@ -50,4 +50,4 @@ def make(directory: Path, *, seed: int = 0, kv_heads: int = 2, layers: int = 4, 
 
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1])))
+    print(make(Path(sys.argv[1]), **{name: int(value) for name, _, value in (word.partition("=") for word in sys.argv[2:])}))

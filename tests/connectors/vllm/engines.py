@@ -1,0 +1,204 @@
+"""Real vLLM engines on the CPU as child processes, the pool that they share, and what their outputs are compared by."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpool.cli.ask import master_at
+from kvpool.core.hashing import PrefixHashes
+from tests.support.processes import cli_env
+
+BLOCK = 32  # the smallest that vLLM's CPU attention takes
+START_S = 240.0
+ANSWER_S = 120.0
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONFAULTHANDLER": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+ROOT = Path(__file__).parents[3]
+
+
+def make_model(directory: Path, **shape: int) -> Path:
+    """The tiny model, made in a process of its own: this one stays free of torch."""
+    command = [sys.executable, "-m", "tests.support.tiny_model", str(directory), *(f"{k}={v}" for k, v in shape.items())]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=cli_env(ENV), cwd=ROOT)
+    return directory
+
+
+@dataclass(frozen=True)
+class Result:
+    """One request. `cached`: prompt tokens that were not computed; `external`: tokens of the engine's hits on the connector."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    reason: str
+    params: dict[str, Any] | None
+    external: int
+    seconds: float
+
+
+class Engine:
+    """An engine process. `pool`: address of the pool that its connector uses; None: no connector."""
+
+    def __init__(self, model: Path, log: Path, *, pool: str | None = None, role: str = "kv_both", policy: str = "fail",
+                 extra: dict[str, Any] | None = None, env: dict[str, str] | None = None, transfer: dict[str, Any] | None = None,
+                 wait: bool = True, **arguments: Any) -> None:  # fmt: skip
+        arguments = {"block_size": BLOCK, "max_model_len": 4096, **arguments}
+        own = {"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool.connectors.vllm", "kv_role": role,
+               "kv_load_failure_policy": policy, "kv_connector_extra_config": {"master": pool, **(extra or {})}}  # fmt: skip
+        settings = {"model": str(model), "arguments": arguments, "transfer": transfer or (own if pool else None)}
+        environment = cli_env({**ENV, **(env or {})})
+        if "PYTHONHASHSEED" not in (env or {}):
+            environment.pop("PYTHONHASHSEED", None)
+        self.log = log
+        self._stderr = log.open("ab")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.connectors.vllm.engine_child", json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment, cwd=ROOT,
+        )  # fmt: skip
+        self._tail = b""
+        self._waits = True
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> Engine:
+        if self._waits:
+            assert self.read(START_S) == {"ready": True}
+            self._waits = False
+        return self
+
+    def read(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """The next answer; AssertionError with the log's end when there is none."""
+        stdout, end = self.process.stdout, time.monotonic() + timeout_s
+        assert stdout is not None
+        while b"\n" not in self._tail:
+            left = end - time.monotonic()
+            data = os.read(stdout.fileno(), 65536) if left > 0 and select.select([stdout], [], [], left)[0] else b""
+            if not data:
+                status = self.process.poll()
+                raise AssertionError(f"no answer within {timeout_s} s (exit status {status}); log:\n{self.log_text()[-6000:]}")
+            self._tail += data
+        line, _, self._tail = self._tail.partition(b"\n")
+        return dict(json.loads(line))
+
+    def tell(self, op: str, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        self.tell(op, **fields)
+        return self.read()
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, together: bool = False,
+                 params: dict[str, Any] | None = None) -> list[Result]:  # fmt: skip
+        """Greedy; one request after the other, or all together."""
+        self.begin(prompts, max_tokens=max_tokens, together=together, params=params)
+        return self.results()
+
+    def begin(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, together: bool = False,
+              params: dict[str, Any] | None = None) -> None:  # fmt: skip
+        self.tell("generate", prompts=[list(p) for p in prompts], max_tokens=max_tokens, together=together, params=params)
+
+    def results(self) -> list[Result]:
+        return [Result(**fields) for fields in self.read()["results"]]
+
+    def reset(self) -> None:
+        """The engine's own prefix cache is empty afterwards."""
+        assert self.ask("reset")["ok"]
+
+    def flush(self) -> None:
+        assert self.ask("flush")["ok"]
+
+    def knows(self, at_least: int, *, timeout_s: float = 30.0) -> None:
+        assert self.ask("knows", at_least=at_least, timeout_s=timeout_s)["ok"], self.log_text()[-3000:]
+
+    def metrics(self) -> dict[str, float]:
+        return self.ask("metrics")
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> int:
+        """Ends it in good order (queued saves are saved); its exit status."""
+        if self.process.poll() is None:
+            try:
+                self.tell("quit")
+                self.process.wait(timeout=60)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                self.process.kill()
+                self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._stderr.close()
+        return self.process.returncode
+
+
+def prompt(n_tokens: int, *, seed: int) -> list[int]:
+    """Random tokens, the same for the same seed; a longer one begins with the shorter."""
+    chance = random.Random(seed)
+    return [chance.randrange(256) for _ in range(n_tokens)]
+
+
+def full_blocks(n_tokens: int) -> int:
+    """Blocks that can be had for a prompt: at least one token is left to be computed."""
+    return (n_tokens - 1) // BLOCK
+
+
+def assert_equal(found: Sequence[Result], wanted: Sequence[Result]) -> None:
+    """Tokens and log-probabilities are exactly the same."""
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    apart = max((abs(a - b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)))
+    assert apart == 0.0, f"log-probabilities are up to {apart} apart"
+
+
+def differs(found: Sequence[Result], wanted: Sequence[Result]) -> bool:
+    """Whether every one of the outputs is another."""
+    return all(x.tokens != y.tokens or x.logprobs != y.logprobs for x, y in zip(found, wanted, strict=True))
+
+
+def corrupt(cluster: Any) -> int:
+    """Puts other bytes under every key of the pool: each block gets another one's. Checksums match, contents are wrong. How many."""
+
+    client = cluster.connect(mirror=False)
+    n = 0
+    with master_at(cluster.master_address, token_file=None, deadline="5s") as asked:
+        spaces = asked.namespaces()
+        keys = {space.name: [bytes(key) for key, _, _ in asked.blocks(space.uid)] for space in spaces}
+    for name, layout in client.layouts().items():
+        namespace = client.namespace(name, layout, hash="external")
+        by_shard: dict[int, list[bytes]] = {}
+        for key in keys[name]:
+            by_shard.setdefault(int.from_bytes(key[32:], "little"), []).append(key[:32])
+        for shard, hashes in by_shard.items():
+            blocks = []
+            for one in hashes:
+                out = bytearray(layout.block_bytes)
+                got = namespace.get(PrefixHashes(one, chained=False), [out], shard=shard)
+                assert got.n_blocks == 1, got
+                blocks.append(bytes(out[: got.sizes[0]]))
+            for one, other in zip(hashes, blocks[1:] + blocks[:1], strict=True):
+                key = PrefixHashes(one, chained=False)
+                namespace.remove(key, shard=shard)
+                put = namespace.put(key, [other], shard=shard)
+                assert put.n_there == 1, put
+                n += 1
+    return n
+
+
+def stored(cluster: Any) -> int:
+    """Blocks that the master knows of, over all namespaces and shards."""
+    return int(cluster.connect(mirror=False).describe()["index"]["replicas"])
