@@ -18,8 +18,8 @@ from kvpool.client.reading import ask_locate, tier_of
 from kvpool.core.fetch import ROUNDS_MAX, SSD_COST, Candidates
 from kvpool.core.keys import KeyBatch, pack_keys, split_keys
 from kvpool.core.namespaces import NamespaceSpec
-from kvpool.core.types import HASH_BYTES, MAX_BATCH_KEYS, BlockCode, Key, MissCause, Tiers, miss_cause
-from kvpool.transport.base import Buffers, LinkError, ReadResult, Strided, WorkerLink
+from kvpool.core.types import HASH_BYTES, MAX_BATCH_KEYS, BlockCode, HoldId, Key, MissCause, Tiers, miss_cause
+from kvpool.transport.base import Buffers, Held, LinkError, ReadResult, Strided, WorkerLink
 from kvpool.v1 import master_pb2 as pb
 
 PATIENCE_S: Final = 0.2  # for a worker that is not ready yet (catching up)
@@ -28,12 +28,26 @@ _HITS: Final = (BlockCode.HIT_INLINE, BlockCode.HIT_SHARED)
 
 @dataclass(slots=True)
 class KeyedResult:
-    """Per key of a keyed get. `sizes`: bytes stored, -1 for a miss. `got`: whether they are in its buffer. `misses`: why not; None
-    for what was got, and what is there but larger than its buffer (or ends before the byte range)."""
+    """Per key of a keyed get. `sizes`: bytes stored, -1 for a miss. `got`: whether they are in its buffer. `misses`: why not;
+    None for what was got, and what is there but larger than its buffer (or ends before the byte range)."""
 
     sizes: list[int]
     got: list[bool]
     misses: list[MissCause | None]
+
+
+@dataclass(slots=True)
+class KeyedHold:
+    """`there`: which keys are held. [n]"""
+
+    there: list[bool]
+    promises: list[tuple[WorkerLink, HoldId]]
+
+    def release(self) -> None:
+        """Tells the workers; never raises for one that is gone. Idempotent."""
+        promises, self.promises = self.promises, []
+        for link, hold_id in promises:
+            link.release([hold_id])
 
 
 class Keyed:
@@ -66,6 +80,34 @@ class Keyed:
                 break
         self._count(reading)
         return reading.result()
+
+    def hold(self, hashes: bytes, *, ttl_ms: int, deadline: float) -> KeyedHold:
+        """The workers' promise that the blocks that are there stay readable for `ttl_ms`, or until it is released."""
+        keys = split_keys(pack_keys(hashes, shard=0))
+        there = [False] * len(keys)
+        promises: list[tuple[WorkerLink, HoldId]] = []
+        by_peer: dict[int, list[int]] = {}
+        for index, places in enumerate(self.locate(hashes, deadline=deadline)):
+            if places:
+                by_peer.setdefault(places[0][0], []).append(index)
+        for number, indices in by_peer.items():
+            peer = self._context.peers.get(number)
+            batch = KeyBatch(self._spec.uid, b"".join(keys[i] for i in indices), chained=False)
+            if peer is None:
+                continue
+
+            def ask(link: WorkerLink, until: float, batch: KeyBatch = batch) -> tuple[WorkerLink, Held]:
+                return link, link.hold(batch, ttl_ms, deadline=until, first_miss=False)
+
+            try:
+                link, held = self._context.peers.call(peer, ask, deadline=deadline)
+            except LinkError:
+                continue
+            if held.hold_id:
+                promises.append((link, held.hold_id))
+            for index, code in zip(indices, held.codes, strict=True):
+                there[index] = code == BlockCode.HIT_SHARED
+        return KeyedHold(there, promises)
 
     def address(self, peer: int) -> str:
         """Where a peer of `locate` is: "host:port", "" when it is not known any more."""

@@ -10,7 +10,7 @@ OK: Final = 0
 NO_AVAILABLE_HANDLE: Final = -200  # no room
 INVALID_PARAMS: Final = -600  # an argument, a size that does not fit; also: before setup, after close
 OBJECT_NOT_FOUND: Final = -704  # a miss, whatever its cause
-LEASE_EXPIRED: Final = -707  # a session that is over
+OBJECT_ALREADY_EXISTS: Final = -705  # only of put sessions: other puts keep the old value and return 0
 RPC_FAIL: Final = -900  # no master, no worker, no answer in time
 
 _OF_OUTCOME: Final = {

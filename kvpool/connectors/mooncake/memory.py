@@ -31,19 +31,16 @@ def view_of(pointer: int, size: int, *, writable: bool) -> memoryview:
     return view
 
 
-def is_range(pointer: object, size: object) -> bool:
-    """Whether these can be an address and a number of bytes."""
-    return isinstance(pointer, int) and isinstance(size, int) and pointer > 0 and size > 0 and pointer + size < 1 << 63
-
-
 def joined(pointers: Sequence[int], sizes: Sequence[int]) -> int:
     """The address of what the pieces are when they lie back to back, else 0."""
-    end = pointers[0]
+    start = end = 0
     for pointer, size in zip(pointers, sizes, strict=True):
-        if pointer != end:
+        if not size:
+            continue
+        if start and pointer != end:
             return 0
-        end += size
-    return pointers[0]
+        start, end = start or pointer, pointer + size
+    return start
 
 
 def gather(target: memoryview, pieces: Sequence[tuple[Sequence[int], Sequence[int]]], *, deadline: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpool.client.client import Client, connect
+from kvpool.client.keyed import KeyedHold
 from kvpool.connectors.mooncake.codes import INVALID_PARAMS, OBJECT_NOT_FOUND, OK, RPC_FAIL, code_of
 from kvpool.connectors.mooncake.config import say_once
 from kvpool.connectors.mooncake.memory import STAGING_BYTES_MAX, BufferHandle, Staging, gather, joined, scatter, view_of
@@ -98,6 +99,10 @@ class Pool:
         """Bytes of each value, -1 where there is none."""
         return self.keyed.sizes(b"".join(map(digest_of, keys)), deadline=_until(CALL_MS))
 
+    def hold(self, digests: Sequence[bytes], ttl_ms: int) -> KeyedHold:
+        """What is there stays readable for a while."""
+        return self.keyed.hold(b"".join(digests), ttl_ms=ttl_ms, deadline=_until(CALL_MS))
+
     # --- puts -----------------------------------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[str], values: Sequence[Sequence[memoryview] | Pieces], *, replace: bool = False) -> list[int]:
@@ -137,7 +142,7 @@ class Pool:
         return codes
 
     def _put_blocks(self, digests: Sequence[bytes], blocks: Sequence[memoryview]) -> list[int]:
-        put = self.namespace.put(_hashes(digests), list(blocks))
+        put = self.namespace.put(hashes_of(digests), list(blocks))
         for code, reason in zip(map(code_of, put.outcomes), put.reasons, strict=True):
             if code == RPC_FAIL:
                 say_once(f"put {reason}", "a put was not taken: %s", reason)
@@ -150,11 +155,11 @@ class Pool:
         last = {digest: index for index, digest in enumerate(digests)}  # of several values of one key the last one stays
         todo = sorted(last.values())
         for _ in range(UPSERT_TRIES):
-            removed = self.namespace.remove(_hashes([digests[i] for i in todo]))
+            removed = self.namespace.remove(hashes_of([digests[i] for i in todo]))
             todo = [i for i, outcome in zip(todo, removed.outcomes, strict=True) if outcome is not RemoveOutcome.PENDING]
             if not todo:
                 break
-            put = self.namespace.put(_hashes([digests[i] for i in todo]), [blocks[i] for i in todo])
+            put = self.namespace.put(hashes_of([digests[i] for i in todo]), [blocks[i] for i in todo])
             again = []
             for index, outcome in zip(todo, put.outcomes, strict=True):
                 codes[index] = code_of(outcome)
@@ -246,7 +251,7 @@ class Pool:
         if not digests:
             return []
         code = {RemoveOutcome.REMOVED: OK, RemoveOutcome.ABSENT: OBJECT_NOT_FOUND, RemoveOutcome.PENDING: RPC_FAIL}
-        return [code[outcome] for outcome in self.namespace.remove(_hashes(digests), deadline_ms=LIST_MS).outcomes]
+        return [code[outcome] for outcome in self.namespace.remove(hashes_of(digests), deadline_ms=LIST_MS).outcomes]
 
     def remove_all(self) -> int:
         """How many values there were."""
@@ -279,7 +284,7 @@ def _until(ms: float) -> float:
     return time.monotonic() + ms / 1e3
 
 
-def _hashes(digests: Sequence[bytes]) -> PrefixHashes:
+def hashes_of(digests: Sequence[bytes]) -> PrefixHashes:
     """Keys that are no chain."""
     return PrefixHashes(b"".join(digests), chained=False)
 
@@ -326,7 +331,7 @@ def check_pieces(pointers: Sequence[int], sizes: Sequence[int]) -> bool:
     for pointer, size in zip(pointers, sizes, strict=True):
         if not isinstance(pointer, int) or not isinstance(size, int):
             raise TypeError("pointers and sizes must be integers")
-    return all(pointer > 0 and size > 0 for pointer, size in zip(pointers, sizes, strict=True))
+    return all(pointer > 0 and size >= 0 for pointer, size in zip(pointers, sizes, strict=True))
 
 
 def flat(value: object, name: str) -> memoryview:

@@ -23,11 +23,11 @@ class ReplicaStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """`size_` bytes at a worker ("host:port"). `buffer_address_` is 0: the memory is the worker's own."""
+    """`size` bytes at a worker ("host:port"). `buffer_address` is 0: the memory is the worker's own."""
 
-    size_: int
-    transport_endpoint_: str
-    buffer_address_: int = 0
+    size: int
+    transport_endpoint: str
+    buffer_address: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvpool.connectors.mooncake.config import ReplicateConfig, check_config, log
 from kvpool.connectors.mooncake.memory import BufferHandle, view_of
 from kvpool.connectors.mooncake.pool import Pieces, Pool, check_pieces, flat
 from kvpool.connectors.mooncake.replicas import ReplicaDescriptor, descriptors_of
+from kvpool.connectors.mooncake.sessions import Sessions
 from kvpool.errors import KVPoolError
 from kvpool.transport.base import LinkError
 
@@ -35,6 +36,7 @@ class MooncakeDistributedStore:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._pool: Pool | None = None
+        self._sessions: Sessions | None = None
         self._under_way = 0
         self._hostname = ""
         self._registered: dict[int, int] = {}
@@ -67,7 +69,7 @@ class MooncakeDistributedStore:
             except KVPoolError as error:
                 log.error("setup: %s", error)
                 return RPC_FAIL if error.retryable else INVALID_PARAMS
-            self._pool, self._hostname = pool, local_hostname
+            self._pool, self._sessions, self._hostname = pool, Sessions(pool), local_hostname
         return OK
 
     def _setup_dict(self, config: dict[str, Any]) -> int:
@@ -96,7 +98,7 @@ class MooncakeDistributedStore:
     def close(self) -> int:
         """0. Calls under way in other threads end with an error code first: afterwards nothing touches a caller's buffer."""
         with self._lock:
-            pool, self._pool = self._pool, None
+            pool, self._pool, self._sessions = self._pool, None, None
             self._registered.clear()
         if pool is not None:
             pool.close()
@@ -365,6 +367,82 @@ class MooncakeDistributedStore:
             for i, code in zip(indices, done, strict=True):
                 codes[i] = code
         return codes
+
+    # --- sessions -------------------------------------------------------------------------------------------------------
+
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
+        """0, or OBJECT_NOT_FOUND, each. What is there stays readable until the session's end, or a minute has passed."""
+        keys = _names(keys)
+        return self._in_sessions(lambda sessions: sessions.get_start(keys), [RPC_FAIL] * len(keys))
+
+    def batch_get_into_multi_buffer_ranges(self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]],
+                                           all_sizes: Sequence[Sequence[int]],
+                                           all_src_offsets: Sequence[Sequence[int]]) -> list[int]:  # fmt: skip
+        """For each key of a session: `sizes[i]` bytes from `src_offsets[i]` on into `buffer_ptrs[i]`. The sum of the sizes, or a
+        code below 0."""
+        keys, codes = _names(keys), [INVALID_PARAMS] * len(keys)
+        sessions = self._sessions
+        if sessions is None or not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
+            return codes
+        ranges, owners = [], []
+        for i, key in enumerate(keys):
+            if sessions.is_open(key) and len(all_buffer_ptrs[i]) == len(all_sizes[i]) == len(all_src_offsets[i]) > 0:
+                codes[i] = 0
+                for pointer, size, source in zip(all_buffer_ptrs[i], all_sizes[i], all_src_offsets[i], strict=True):
+                    ranges.append((key, pointer, source, size))
+                    owners.append(i)
+        for i, code in zip(owners, self._get_ranges(ranges), strict=True):
+            codes[i] = min(code, codes[i]) if min(code, codes[i]) < 0 else codes[i] + code
+        return codes
+
+    def batch_get_session_end(self, keys: Sequence[str]) -> int:
+        """0."""
+        keys = _names(keys)
+        return self._in_sessions(lambda sessions: sessions.get_end(keys), RPC_FAIL)
+
+    def batch_put_session_start(self, keys: Sequence[str], sizes: Sequence[int],
+                                config: ReplicateConfig | None = None) -> list[int]:  # fmt: skip
+        """Room for each value: 0, OBJECT_ALREADY_EXISTS, or another code below 0."""
+        keys = _names(keys)
+        if len(keys) != len(sizes) or not check_config(config, len(keys)):
+            return [INVALID_PARAMS] * len(keys)
+        return self._in_sessions(lambda sessions: sessions.put_start(keys, sizes), [RPC_FAIL] * len(keys))
+
+    def batch_put_from_multi_buffer_ranges(self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]],
+                                           all_sizes: Sequence[Sequence[int]],
+                                           all_dst_offsets: Sequence[Sequence[int]]) -> list[int]:  # fmt: skip
+        """For each key of a session: `sizes[i]` bytes at `buffer_ptrs[i]` to `dst_offsets[i]`. The sum of the sizes, or a code
+        below 0."""
+        keys = _names(keys)
+        if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_dst_offsets):
+            return [INVALID_PARAMS] * len(keys)
+        codes = []
+        for key, pointers, sizes, offsets in zip(keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True):
+            _check_ints(*pointers, *sizes, *offsets)
+            if not len(pointers) == len(sizes) == len(offsets) > 0:
+                codes.append(INVALID_PARAMS)
+                continue
+            parts = list(zip(pointers, sizes, offsets, strict=True))
+
+            def write(sessions: Sessions, key: str = key, parts: list[tuple[int, int, int]] = parts) -> int:
+                return sessions.put_parts(key, parts)
+
+            codes.append(self._in_sessions(write, INVALID_PARAMS))
+        return codes
+
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        """0: visible; else a code below 0."""
+        keys = _names(keys)
+        return self._in_sessions(lambda sessions: sessions.put_end(keys), [RPC_FAIL] * len(keys))
+
+    def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
+        """0: nothing of the value is left; INVALID_PARAMS: no session."""
+        keys = _names(keys)
+        return self._in_sessions(lambda sessions: sessions.put_revoke(keys), [RPC_FAIL] * len(keys))
+
+    def _in_sessions(self, work: Callable[[Sessions], T], failed: T) -> T:
+        sessions = self._sessions
+        return failed if sessions is None else self._run(lambda _: work(sessions), failed)
 
     # --- removal --------------------------------------------------------------------------------------------------------
 
