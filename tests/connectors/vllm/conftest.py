@@ -20,6 +20,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An engine without a connector, run once a session: what others are compared to."""
+    from tests.connectors.vllm.engines import make_reference
+
+    return make_reference(model, tmp_path_factory.mktemp("reference") / "engine.log")
+
+
 @pytest.fixture
 def start_engine(model: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """start_engine(pool=None or "host:port", **settings): an engine process, stopped after the test."""

@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,54 @@ def full_blocks(n_tokens: int) -> int:
     return (n_tokens - 1) // BLOCK
 
 
+LENGTHS = (193, 300, 200)  # 193: six blocks and one token, the case where vLLM's AMX kernel used to die
+PROMPTS = [prompt(n, seed=n) for n in LENGTHS]
+HITS = [full_blocks(n) * BLOCK for n in LENGTHS]
+
+
+SYSTEM = prompt(100, seed=5)
+TURNS = 8
+
+
+@dataclass(frozen=True)
+class Reference:
+    cold: list[Result]
+    warm: list[Result]
+    turns: list[Result]
+
+
+def last_prompt(turns: Sequence[Result]) -> list[int]:
+    """Of a conversation that had these turns."""
+    context = list(SYSTEM)
+    for turn, one in enumerate(turns):
+        context += prompt(40 + 9 * turn, seed=100 + turn)
+        if turn + 1 < len(turns):
+            context += one.tokens
+    return context
+
+
+def converse(engines: Sequence[Engine], between: Callable[[int], None] = lambda turn: None) -> list[Result]:
+    """A conversation of TURNS turns, on the engines in turn. `between`: called before each."""
+    context, found = list(SYSTEM), []
+    for turn in range(TURNS):
+        between(turn)
+        context += prompt(40 + 9 * turn, seed=100 + turn)
+        found += engines[turn % len(engines)].generate([context], max_tokens=24)
+        context += found[-1].tokens
+    return found
+
+
+def make_reference(model: Path, log: Path) -> Reference:
+    """What an engine without a connector makes of all of this."""
+    engine = Engine(model, log)
+    cold = engine.generate(PROMPTS)
+    warm = engine.generate(PROMPTS)
+    turns = converse([engine])
+    engine.stop()
+    assert [one.cached for one in warm] == HITS
+    return Reference(cold, warm, turns)
+
+
 def assert_equal(found: Sequence[Result], wanted: Sequence[Result]) -> None:
     """Tokens and log-probabilities are exactly the same."""
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
@@ -171,7 +219,8 @@ def differs(found: Sequence[Result], wanted: Sequence[Result]) -> bool:
 
 
 def corrupt(cluster: Any) -> int:
-    """Puts other bytes under every key of the pool: each block gets another one's. Checksums match, contents are wrong. How many."""
+    """Puts other bytes under every key of the pool: each block gets another one's. Checksums match, contents are wrong. How
+    many."""
 
     client = cluster.connect(mirror=False)
     n = 0

@@ -1,0 +1,18 @@
+"""An engine with an empty pool saves all that it computes, and is as fast as one without a connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.connectors.vllm.throughput import N_PROMPTS, PROMPT_TOKENS, measure
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_an_empty_pool_costs_little(tmp_path: Path) -> None:
+    found = measure(tmp_path, rounds=7)
+    print(found)
+    assert found["saved_blocks"] == 8 * N_PROMPTS * (PROMPT_TOKENS // 32)
+    assert found["of_none"] >= 0.95, found
