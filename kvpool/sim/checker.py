@@ -162,6 +162,9 @@ class Checker:
         """A worker made the block visible for a put."""
         self._committed[key] = self._world.now_s()
 
+    def committed_since(self, key: Key, since_s: float) -> bool:
+        return self._committed.get(key, -1.0) >= since_s
+
     def put_ended(self, op: Op, outcomes: Sequence[Outcome]) -> None:
         """C3: what is `stored` (or `already`) is in the index when the client hears it."""
         self._end(op)
@@ -246,13 +249,14 @@ class Checker:
 
     # --- views ----------------------------------------------------------------------------------------------------------
 
-    def view_left(self, op: Op, seen: Sequence[Sequence[bytes]], lost: str, *, since_s: float) -> None:
+    def view_left(self, op: Op, seen: Sequence[Sequence[bytes]], lost: str, *, taken: Op) -> None:
         """C4: `seen` [times][blocks]: what lay in the viewed memory. `lost`: what leaving the view said of it, "" when all was
-        well: then all that was seen was right. `since_s`: when the view began."""
+        well: then all that was seen was right. `taken`: the call that took the view."""
         self._end(op)
         self.count("view lost" if lost else "view")
         if lost:
-            if not self._world.trouble_since(since_s, op.client, *self._world.workers_names()):
+            stood_still = self._world.paused_s(op.client) > taken.paused_before_s
+            if not stood_still and not self._world.trouble_since(taken.begun_s, op.client, *self._world.workers_names()):
                 self.fail("C4", f"a view was lost though all was well: {lost}", op.keys[0])
             return
         for values in seen:

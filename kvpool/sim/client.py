@@ -26,7 +26,7 @@ from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.types import Key, MissCause, Outcome
 from kvpool.master.wire import spec_from_proto, spec_to_proto
 from kvpool.sim.clock import Process
-from kvpool.sim.link import SimLink, Wire
+from kvpool.sim.link import Wire
 from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Network
 from kvpool.sim.threads import blocking
@@ -172,12 +172,10 @@ class SimClient:
         reply = await self._master("DeleteNamespace", pb.DeleteNamespaceRequest(name=name), until)
         return list(reply.pending_workers)
 
+    async def drain(self, worker: str, *, cancel: bool, rate_bytes: int, until: float) -> None:
+        """As an operator. Raises KVPoolError."""
+        request = pb.DrainRequest(worker_id=worker, cancel=cancel, rate_bytes=rate_bytes)
+        await self._master("Drain", request, until)
+
     async def _master(self, method: str, request: Any, until: float) -> Any:
         return await blocking(lambda: self.master.call(method, request, deadline=self.deadline(until)))
-
-
-def make_link(worker: Any, options: Any, *, deadline: float) -> SimLink:
-    """`transport.choose.link`: a connected one."""
-    link = SimLink(options, worker)
-    link.connect(deadline=deadline)
-    return link

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvpool.core.block import Block
 from kvpool.core.keys import KeyBatch
@@ -21,6 +21,8 @@ from kvpool.sim.checker import Checker, Copy
 from kvpool.sim.client import SimClient
 from kvpool.sim.clock import Process, SimLoop, here
 from kvpool.sim.disk import Disk
+from kvpool.sim.drain import SimDrainer
+from kvpool.sim.link import SimLink, Wire
 from kvpool.sim.master import SimMaster
 from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Network, Quality
@@ -59,6 +61,8 @@ class Scenario:
     faults: tuple[str, ...]
     fault_every_s: float
     quality: Quality
+    all_local: bool = False  # every client shares a host with a worker
+    favours: str = ""  # a kind of call that is every second one (`load`)
     active_s: float = 5.0
     calm_s: float = 6.5
 
@@ -76,6 +80,7 @@ class Worker:
         self.node: SimNode | None = None
         self.plane: Plane | None = None
         self.agent: SimAgent | None = None
+        self.drainer: SimDrainer | None = None
         self.starts = 0
 
 
@@ -149,6 +154,7 @@ class Cluster:
         self.known: dict[NamespaceUid, NamespaceSpec] = {}  # those of these names that clients have had
         self._touched: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self._expelled: dict[Key, float] = {}
+        self._moved: dict[Key, float] = {}
         for spec in self.specs:
             self.store.namespaces[spec.uid] = NamespaceRecord(spec, 1)
 
@@ -236,7 +242,7 @@ class Cluster:
             if key not in node.table.spaces[uid].blocks:
                 self.checker.fail("C7", f"a good record of the block on {name}'s SSD was not taken over at its start", key)
         self.memories[name, incarnation] = node.memory
-        one.plane = Plane(node, self.network, f"{name}:data", on_commit=lambda key: self._on_commit(name, key))
+        one.plane = Plane(node, self.network, f"{name}:data", on_commit=lambda key, moved: self._on_commit(name, key, moved))
         process.spawn(node.movement.run(), name=f"{name} mover")
         process.spawn(node.expire(), name=f"{name} holds")
         node.kick_mover()
@@ -244,6 +250,7 @@ class Cluster:
 
     def _start_agent(self, one: Worker, node: SimNode) -> None:
         agent = one.agent = SimAgent(node, self.network, masters=",".join(self.addresses), address=f"{one.name}:data")
+        one.drainer = SimDrainer(node, agent, on_done=lambda began_s, leaving: self._on_drained(one, node, began_s, leaving))
         node.process.spawn(agent.run(), name=f"{one.name} agent")
 
     def _adoptable(self, one: Worker) -> list[tuple[NamespaceUid, Key]]:
@@ -296,6 +303,13 @@ class Cluster:
         found = self.clients[name] = Client(name, host, mirrored, starts, process, client)
         return found
 
+    def link(self, worker: Any, options: Any, *, deadline: float) -> SimLink:
+        """`transport.choose.link`: a connected one. `options`: a client's Wire; a worker that is drained has another worker's."""
+        wire = options if isinstance(options, Wire) else Wire(self.network, here(), self.size_of)
+        link = SimLink(wire, worker)
+        link.connect(deadline=deadline)
+        return link
+
     def channel(self, address: str, _token: str = "") -> Channel:
         """A blocking process' channel to a master."""
         return Channel(self.network, here(), address)
@@ -313,9 +327,30 @@ class Cluster:
             self._expelled[key] = self.loop.time()
             self.note(name, f"gives it up: {cause.value if cause is not None else '?'}", key)
 
-    def _on_commit(self, name: str, key: Key) -> None:
-        self.note(name, "commits it", key)
-        self.checker.committed(key)
+    def _on_commit(self, name: str, key: Key, moved: bool) -> None:
+        self.note(name, "takes it over" if moved else "commits it", key)
+        if moved:
+            self._moved[key] = self.loop.time()
+            self.checker.count("moved")
+        else:
+            self.checker.committed(key)
+
+    def _on_drained(self, one: Worker, node: SimNode, began_s: float, leaving: bool) -> None:
+        """C7: a drain that says that it is done has left nothing here alone (a stop does not lose what is on SSD)."""
+        self.note(one.name, "is drained" if not leaving else "may leave")
+        self.checker.count("drained")
+        since_s = began_s - ECHO_S
+        if self.trouble_since(since_s):
+            return
+        for uid, space in node.table.spaces.items():
+            others = [w.node.table.spaces[uid].blocks for w in self.workers.values()
+                      if w is not one and w.node is not None and uid in w.node.table.spaces]  # fmt: skip
+            for key, block in space.blocks.items():
+                if any(key in blocks for blocks in others) or (leaving and block.ssd is not None):
+                    continue
+                fresh = self.checker.committed_since(key, since_s) or self._moved.get(key, -1.0) >= since_s
+                if not fresh and not self.expelled_since(key, since_s):
+                    self.checker.fail("C7", f"{one.name} said that it is drained, and nobody else has the block", key)
 
     def _on_bump(self, name: str) -> None:
         """C4: a slot was freed; no copy that a live hold protects may have gone."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+from kvpool.errors import KVPoolError
 from kvpool.sim.clock import Process
 from kvpool.sim.cluster import STORE_HOST, Client, Cluster, Master, Worker
+from kvpool.sim.threads import Event, blocking
 
 LEAVE_S: Final = 1.5  # then it is killed, wherever it stands
 
@@ -96,7 +98,13 @@ class Faults:
         self.cluster.touch(worker.host, for_s=down_s + LEAVE_S)
         self.cluster.note(worker.name, "leaves")
 
+        drainer = worker.drainer
+        assert drainer is not None
+
         async def leave() -> None:
+            hurry: Any = Event()
+            until = process.now_s() + LEAVE_S / 3
+            await blocking(lambda: drainer.leave(until=until, hurry=hurry))
             await plane.drain(LEAVE_S / 3)
             await agent.leave("stopping")
             self._later(0.0, stop)
@@ -109,6 +117,29 @@ class Faults:
         process.spawn(leave(), name=f"{worker.name} leave")
         self._later(LEAVE_S, stop)
         return True
+
+    def drain(self) -> bool:
+        """An operator empties a worker, and takes that back after a while."""
+        worker, client = self._worker(), self.random.choice(list(self.cluster.clients.values()))
+        rate_bytes = self.random.choice((0, 0, 200_000))
+        self._ask_drain(client, worker, cancel=False, rate_bytes=rate_bytes)
+        self._later(self._some_s(0.5, 3.0), lambda: self._ask_drain(client, worker, cancel=True, rate_bytes=0))
+        return True
+
+    def _ask_drain(self, client: Client, worker: Worker, *, cancel: bool, rate_bytes: int) -> None:
+        process = client.process
+
+        async def ask() -> None:
+            said = "the drain ends" if cancel else "is to be drained"
+            try:
+                until = process.loop.time() + 3.0
+                await client.client.drain(worker.name, cancel=cancel, rate_bytes=rate_bytes, until=until)
+            except KVPoolError as error:
+                said += f", which failed: {error}"
+            self.cluster.note(worker.name, said)
+
+        if process.alive:
+            process.spawn(ask(), name="operator")
 
     def _freeze(self, name: str, host: str, process: Process | None, for_s: float) -> bool:
         if process is None or not process.alive or process.paused:
@@ -292,6 +323,7 @@ FAULTS: Final[dict[str, Callable[[Faults], bool]]] = {
     "worker kill": Faults.worker_kill,
     "worker power": Faults.worker_power,
     "worker leave": Faults.worker_leave,
+    "drain": Faults.drain,
     "worker pause": Faults.worker_pause,
     "master kill": Faults.master_kill,
     "master pause": Faults.master_pause,

@@ -40,7 +40,8 @@ class Load:
         while not self.over:
             await sleep(loop, draw.expovariate(1 / 0.03))
             spec, chain = self._some()
-            kind = draw.choice(KINDS)
+            favoured = self.cluster.scenario.favours
+            kind = favoured if favoured and draw.random() < 0.5 else draw.choice(KINDS)
             if kind in (CREATE, DELETE):
                 await self._name(kind)
             elif kind == PUT:
@@ -145,6 +146,7 @@ class Load:
         loop, draw = self.process.loop, self.random
         until = loop.time() + draw.choice(DEADLINES_S) + 1.0
         op = self.checker.begin(self.name, "put", spec.uid, batch.split(), until_s=until)
+        self.checker.count("put in parts")
         self._note("puts in parts", batch, "")
         try:
             put = await self.client.session(spec, batch, until=until)
@@ -182,7 +184,7 @@ class Load:
         sights: Sequence[Any] = list(view)
         seen = []
         for _ in range(1 + draw.randrange(3) if sights else 0):
-            await sleep(loop, draw.expovariate(1 / 0.1))
+            await sleep(loop, draw.expovariate(1 / draw.choice((0.05, 0.5))))
             seen.append([sight.now() for sight in sights])
         leaves = self.checker.begin(self.name, "leave view", spec.uid, op.keys, until_s=loop.time() + 3 * LEAVE_S)
         lost = ""
@@ -191,7 +193,7 @@ class Load:
         except KVPoolError as error:
             lost = str(error)
         self._note("leaves its view", batch, lost or "all well")
-        self.checker.view_left(leaves, seen, lost, since_s=op.begun_s)
+        self.checker.view_left(leaves, seen, lost, taken=op)
 
     async def _name(self, kind: str) -> None:
         """A namespace that comes and goes is made, or opened, or deleted."""

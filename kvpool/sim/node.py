@@ -235,9 +235,9 @@ class SimNode(Node):
         if known is None:
             self.open_namespace(spec, applied_seq=spec.removal_seq, blocked=False)
         for keys in (None,) if drop_all else ():
-            await self.remove_slowly(uid, keys)
+            await self.remove_slowly(uid, keys, removal_seq=spec.removal_seq)
         for keys in missed:
-            await self.remove_slowly(uid, keys)
+            await self.remove_slowly(uid, keys, removal_seq=spec.removal_seq)
         noted = self.state.applied_seq(uid)
         if noted is None or known is None or replace(known, removal_seq=0) != replace(spec, removal_seq=0):
             self.state.put_namespace(spec)
@@ -251,15 +251,16 @@ class SimNode(Node):
         """`Node.remove`."""
         if uid not in self._specs:
             return bytes(len(KeyBatch(uid, keys or b"", chained=False))), 0
-        codes, n_removed = await self.remove_slowly(uid, keys)
+        codes, n_removed = await self.remove_slowly(uid, keys, removal_seq=removal_seq)
         if removal_seq == self._applied.get(uid, 0) + 1:
             self.state.set_applied_seq(uid, removal_seq)
             self._applied[uid] = removal_seq
         return codes, n_removed
 
-    async def remove_slowly(self, uid: NamespaceUid, keys: bytes | None) -> tuple[bytes, int]:
+    async def remove_slowly(self, uid: NamespaceUid, keys: bytes | None, *, removal_seq: int) -> tuple[bytes, int]:
         """`Node._remove_for_good`."""
         codes, n_removed = b"", 0
+        self._begun[uid] = max(removal_seq, self._begun.get(uid, 0))
         kept = sorted(self.table.with_records(uid, keys), key=lambda block: (block.key, block.ssd_slots))
         for block in kept:
             block.pins += 1

@@ -34,9 +34,9 @@ _REFUSALS: Final = {Status.UNKNOWN_NAMESPACE: LinkCause.UNKNOWN_NAMESPACE, Statu
 
 
 class Plane:
-    """All connections of one worker. `on_commit(key)`: a put's block became visible."""
+    """All connections of one worker. `on_commit(key, moved)`: a put's block became visible, or another worker's did here."""
 
-    def __init__(self, node: SimNode, network: Network, address: str, *, on_commit: Callable[[bytes], None]) -> None:
+    def __init__(self, node: SimNode, network: Network, address: str, *, on_commit: Callable[[bytes, bool], None]) -> None:
         self.node, self.loop, self.on_commit = node, node.process.loop, on_commit
         self._network = network
         self._stopping = False

@@ -68,12 +68,14 @@ async def places(plane: Plane, ask: Ask, batch: KeyBatch, spec: NamespaceSpec, u
         node.forget_waiting(who)
 
 
-async def make_visible(plane: Plane, slots: SimSlots, batch: KeyBatch, ask: Ask, until: float) -> Answer:
-    """The end of a put: `placing.commit` and `answer_codes`."""
+async def make_visible(
+    plane: Plane, slots: SimSlots, batch: KeyBatch, ask: Ask, until: float, *, moved: bool = False
+) -> Answer:
+    """The end of a put: `placing.commit` and `answer_codes`. `moved`: it is another worker's block."""
     mark = placing.commit(plane.node, slots)
     for key, code in zip(batch.split(), slots.codes, strict=True):
         if code == _STORED:
-            plane.on_commit(key)
+            plane.on_commit(key, moved)
     codes = bytes(slots.codes)
     needed = ask.wait_listed and (_STORED in codes or _ALREADY in codes)
     if needed and not await plane.wait_listed(mark, until):
@@ -119,9 +121,9 @@ class Write:
 class Layers(Reservation):
     """The real reservation, whose blocks are whole when the few bytes are."""
 
-    def __init__(self, slots: SimSlots, batch: KeyBatch) -> None:
+    def __init__(self, slots: SimSlots, batch: KeyBatch, *, moved: bool) -> None:
         super().__init__(slots)
-        self.places, self.batch = slots, batch
+        self.places, self.batch, self.moved = slots, batch, moved
 
     def is_whole(self, block: int) -> bool:
         return block not in self.spoilt and self.parts[block] == WHOLE
@@ -150,7 +152,7 @@ async def reserve(plane: Plane, held: Held, ask: Ask, batch: KeyBatch, spec: Nam
     except StaleMove:
         return Answer(refusal=LinkCause.NOT_READY)
     held.number += 1
-    held[held.number] = Layers(slots, batch)
+    held[held.number] = Layers(slots, batch, moved=ask.fence is not None)
     return Answer(codes=bytes(slots.codes), hold_id=held.number)
 
 
@@ -182,6 +184,6 @@ async def commit(plane: Plane, held: Held, ask: Ask, until: float) -> Answer:
         if block is not None and layers.is_whole(i):
             slots.make_sums(plane.node, i, i + 1)
     try:
-        return await make_visible(plane, slots, layers.batch, ask, until)
+        return await make_visible(plane, slots, layers.batch, ask, until, moved=layers.moved)
     finally:
         give_back(plane.node, layers)

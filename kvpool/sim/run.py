@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.sim.checker import Violation
-from kvpool.sim.client import make_link
 from kvpool.sim.clock import where
 from kvpool.sim.cluster import Client, Cluster, Scenario
 from kvpool.sim.disk import sleep
@@ -87,7 +86,7 @@ def run(seed: int, *, scenario: Scenario | None = None, alter: Callable[[Cluster
     """The whole run. `alter(cluster)`: before it begins (tests break something)."""
     with quiet() as errors, ExitStack() as stack:
         cluster = Cluster(seed, scenario or draw_scenario(seed))
-        stack.enter_context(stand_ins(link=make_link, channel=cluster.channel))
+        stack.enter_context(stand_ins(link=cluster.link, channel=cluster.channel))
         if alter is not None:
             alter(cluster)
         faults, loop = Faults(cluster), cluster.loop
@@ -128,7 +127,7 @@ def _begin(cluster: Cluster) -> list[Load]:
 
     cluster.begin_load = begin
     for i in range(shape.n_clients):
-        host = cluster.random.choice([*cluster.workers, f"c{i}"])
+        host = cluster.random.choice([*cluster.workers, *(() if shape.all_local else (f"c{i}",))])
         begin(cluster.add_client(f"c{i}", host, mirrored=cluster.random.random() < 0.7), 0.3)
     return loads
 

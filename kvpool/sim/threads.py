@@ -21,11 +21,11 @@ from kvpool.sim.clock import here
 
 T = TypeVar("T")
 
-VIEW_TTL_MS: Final = 1_500  # of a view's hold in a run, which is short
+VIEW_TTL_MS: Final = 800  # of a view's hold in a run, which is short
 MODULES: Final = (
     "kvpool.client.context", "kvpool.client.holds", "kvpool.client.master", "kvpool.client.mirror", "kvpool.client.mirror_index",
     "kvpool.client.peers", "kvpool.client.put_session", "kvpool.client.reading", "kvpool.client.views", "kvpool.client.writing",
-    "kvpool.worker.drain", "kvpool.worker.elsewhere",
+    "kvpool.worker.drain", "kvpool.worker.elsewhere", "kvpool.worker.sender",
 )  # fmt: skip
 
 

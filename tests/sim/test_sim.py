@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +23,14 @@ from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Pool, Quality
 from kvpool.sim.plane import Plane
 from kvpool.sim.puts import Write
-from kvpool.sim.run import draw_scenario, run
+from kvpool.sim.run import run
 from kvpool.sim.session import SimAgent
 from kvpool.sim.store import StoreData
 from kvpool.worker.tiers.base import TierError, Trouble
+from tests.sim.finding import SEEDS_TO_FIND, found, rough
 
 SEEDS = 50
 ALIKE = (11, 101, 104, 106, 120)  # several mirrors, one of the two stores each
-SEEDS_TO_FIND = 40  # a broken promise must show in one of so many
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
@@ -95,23 +94,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- each promise, broken on purpose ------------------------------------------------------------------------------------------
-
-
-def rough(seed: int, *faults: str, **changes: Any) -> Scenario:
-    """The seed's scenario with these faults, in quick succession."""
-    return replace(draw_scenario(seed), faults=faults, fault_every_s=0.25, **changes)
-
-
-def found(promise: str, scenario: Callable[[int], Scenario] = draw_scenario, n_seeds: int = SEEDS_TO_FIND) -> int:
-    """A seed that shows that the promise is broken; asserts that there is one."""
-    other: set[str] = set()
-    for seed in range(n_seeds):
-        outcome = run(seed, scenario=scenario(seed))
-        promises = {violation.promise for violation in outcome.violations}
-        if promise in promises:
-            return seed
-        other |= promises
-    raise AssertionError(f"{n_seeds} seeds do not find that {promise} is broken (they found {sorted(other) or 'nothing'})")
 
 
 def flips(seed: int) -> Scenario:
