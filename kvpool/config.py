@@ -181,6 +181,8 @@ class WorkerSettings(_Served):
     staging_bytes: Size = Field(256 * MIB, ge=MIB, le=64 * GIB, description="buffers for SSD reads and writes")
     high_watermark: Number = Field(0.9, gt=0, le=1, description="fill of the DRAM tier that starts making room")
     low_watermark: Number = Field(0.75, ge=0, lt=1, description="fill down to which blocks are kept ready to go")
+    copy_bytes_per_s: Size = Field(256 * MIB, ge=0, le=64 * GIB, description="copies for others, all together; 0: none")
+    link_bytes_per_s: Size = Field(0, ge=0, le=1024 * GIB, description="what its network carries; 0: as the kernel says")
 
     @property
     def ssd_place(self) -> SsdPlace | None:
@@ -206,6 +208,7 @@ class ClientSettings(Settings):
     mirror: Switch = Field(True, description="keep a copy of the index")
     mirror_bytes_max: Size = Field(256 * MIB, ge=0, le=64 * GIB, description="memory of that copy; past it the master answers")
     lanes: Whole = Field(2, ge=1, le=16, description="connections used at once for one large transfer")
+    copy_after: Whole = Field(3, ge=0, le=1000, description="reads of a block from other hosts until one here is made; 0: never")
 
     @model_validator(mode="after")
     def _one_token(self) -> Self:

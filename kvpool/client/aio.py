@@ -127,6 +127,9 @@ class AsyncNamespace:
     async def take(self, hashes: PrefixHashes, out: Any, **kwargs: Any) -> GetResult:
         return await self._threads.run(self._blocking.take, hashes, out, **kwargs)
 
+    async def prefetch(self, hashes: PrefixHashes, **kwargs: Any) -> int:
+        return await self._threads.run(self._blocking.prefetch, hashes, **kwargs)
+
     async def touch(self, hashes: PrefixHashes, **kwargs: Any) -> int:
         return await self._threads.run(self._blocking.touch, hashes, **kwargs)
 

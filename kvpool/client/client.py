@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvpool.client.master import MasterLink
 from kvpool.client.mirror import Mirror
 from kvpool.client.namespace import Namespace
 from kvpool.client.peers import Peers
+from kvpool.client.spreading import Spreading
 from kvpool.client.views import Keeper
 from kvpool.core.fetch import CALL_MS
 from kvpool.core.layout import KVLayout
@@ -65,13 +67,15 @@ class Client:
         own_host = host_id()
         options = LinkOptions(transport=settings.transport, token=token, client=f"{socket.gethostname()}:{os.getpid()}",
                               host_id=own_host, lanes=settings.lanes)  # fmt: skip
-        master, peers = MasterLink(settings.master, token=token), Peers(host_id=own_host, options=options)
+        master, peers = MasterLink(settings.master, token=token), Peers(host_id=own_host, options=options,
+                                                                           seed=secrets.randbits(32))  # fmt: skip
         peers.on_unusable = lambda peer: master.tell(
             "ReportPeer", pb.ReportPeerRequest(worker_id=peer.worker_id, incarnation=peer.incarnation)
         )
         mirror = Mirror(master, peers, bytes_max=settings.mirror_bytes_max) if settings.mirror else None
         self._context = Context(master=master, peers=peers, mirror=mirror, host_id=own_host,
                                 verify=settings.verify == "always", transport=settings.transport)  # fmt: skip
+        self._context.spreading = Spreading(self._context, copy_after=settings.copy_after)
         self._keeper = Keeper(self._context)
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, Namespace] = {}
@@ -103,7 +107,8 @@ class Client:
     def layouts(self, *, deadline_ms: float | None = None) -> dict[str, KVLayout]:
         """The layout of every namespace, by name. MasterUnavailable when the master does not answer."""
         self._context.check()
-        reply = self._context.master.call("ListNamespaces", pb.ListNamespacesRequest(), deadline=deadline_of(deadline_ms, CALL_MS))
+        deadline = deadline_of(deadline_ms, CALL_MS)
+        reply = self._context.master.call("ListNamespaces", pb.ListNamespacesRequest(), deadline=deadline)
         return {namespace.name: KVLayout.from_json(namespace.layout) for namespace in reply.namespaces}
 
     def describe(self, *, deadline_ms: float | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from kvpool.client.master import CLOSED, MasterLink
 from kvpool.client.mirror import Mirror
 from kvpool.client.peers import Peers
+from kvpool.client.spreading import Spreading
 from kvpool.core.fetch import Candidates
 from kvpool.core.keys import KeyBatch
 from kvpool.core.types import KEY_BYTES, NamespaceUid
@@ -61,6 +62,7 @@ class Context:
                  transport: str) -> None:  # fmt: skip
         self.master, self.peers, self.mirror = master, peers, mirror
         self.host_id, self.verify, self.transport = host_id, verify, transport
+        self.spreading: Spreading | None = None
         self.closing = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -133,6 +135,8 @@ class Context:
         if self.mirror is not None:
             self.mirror.close()
         self.peers.close()
+        if self.spreading is not None:
+            self.spreading.close()
         with self._lock:
             lanes, self._lanes = self._lanes, None
             sessions = list(self._sessions)

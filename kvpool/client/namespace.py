@@ -19,6 +19,7 @@ from kvpool.client.peers import Peer
 from kvpool.client.put_session import PutSession
 from kvpool.client.reading import Getter, count_get, locate_all, locate_everywhere, no_hold
 from kvpool.client.results import GetResult, PutResult, RemoveResult
+from kvpool.client.spreading import fetch_ahead
 from kvpool.client.views import Keeper, View, take_view
 from kvpool.client.writing import Putter, count_put
 from kvpool.core.fetch import CALL_MS, Candidates, transfer_ms
@@ -289,6 +290,15 @@ class Namespace:
                 there.update(key for key, tiers in zip(part.split(), touched.tiers, strict=True) if tiers)
         keys = batch.split()
         return next((index for index, key in enumerate(keys) if key not in there), len(keys))
+
+    def prefetch(self, hashes: PrefixHashes, *, shard: int = 0, deadline_ms: float | None = None) -> int:
+        """Has the leading blocks brought near ahead of a get: what is on SSD alone comes up to DRAM, and what only workers of
+        other hosts have is copied to one of this host, where there is one. -> leading blocks there are; what was asked for
+        happens afterwards, as far as there is room, and the call does not wait for it. Default 1 s, for the asking."""
+        batch = self._batch(hashes, shard)
+        deadline = deadline_of(deadline_ms, CALL_MS)
+        places = locate_all(self._context, self._spec, batch, deadline=deadline)
+        return fetch_ahead(self._context, batch, places, deadline=deadline)
 
     def _at_holders(self, batch: KeyBatch, places: Sequence[Candidates], ask: Callable[[WorkerLink, KeyBatch, float], T],
                     deadline: float) -> list[tuple[int, KeyBatch, T | LinkError]]:  # fmt: skip

@@ -6,13 +6,15 @@ a link takes is decided in `transport.choose`; which peer to ask in `core.fetch`
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvpool.core.fetch import REMOTE_COST, SUSPECT_COST, Breaker, BreakerState, attempt_ms
+from kvpool.core.fetch import REMOTE_COST, SSD_COST, SUSPECT_COST, Breaker, BreakerState, CostOf, attempt_ms
 from kvpool.core.placement import RAMP_MS, Candidate, share
 from kvpool.core.types import MissCause, WorkerId
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, WorkerAddress, WorkerLink
@@ -73,7 +75,9 @@ class Peer:
 class Peers:
     """All peers of a client, and every call to one: deadlines, probes, breaker and links in one place. Thread-safe."""
 
-    def __init__(self, *, host_id: str, options: LinkOptions, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, host_id: str, options: LinkOptions, now_s: Callable[[], float] = time.monotonic,
+                 seed: int = 0) -> None:  # fmt: skip
+        """`seed`: of the choice among replicas that cost the same; clients have different ones."""
         self._host_id, self._options, self._now_s = host_id, options, now_s
         self._lock = threading.Lock()
         self._numbers = 0
@@ -81,6 +85,7 @@ class Peers:
         self._by_number: dict[int, Peer] = {}
         self._newest: dict[str, Peer] = {}  # worker id -> its latest incarnation
         self._closed = False
+        self._turns = itertools.count(seed)
         self.on_unusable: Callable[[Peer], None] | None = None  # when a breaker opens; must not wait
 
     # --- who there is ---------------------------------------------------------------------------------------------------
@@ -170,6 +175,19 @@ class Peers:
         if not breaker.usable(self._now_s() * 1e3):
             return breaker.cause
         return REMOTE_COST + SUSPECT_COST
+
+    def costs(self) -> CostOf:
+        """`cost` for one get. Among workers of other hosts chance decides where the rest is equal (the same for all its blocks),
+        so that the reads of many clients spread over the replicas of what is hot."""
+        turn = next(self._turns)
+
+        def cost(number: int) -> int | MissCause:
+            price = self.cost(number)
+            if isinstance(price, MissCause) or price < REMOTE_COST:
+                return price
+            return price + zlib.crc32(b"%d.%d" % (number, turn)) % SSD_COST
+
+        return cost
 
     # --- asking them ----------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Getter:
         self._tail: Pending | None = None
         self._tail_at = 0
         self._asked_master = False
+        self._cost = context.peers.costs()
 
     def run(self, held: Sequence[Candidates] = ()) -> GetResult:
         """Fills the buffers. `held`: who promised the leading blocks."""
@@ -55,7 +56,7 @@ class Getter:
         try:
             self._locate(held)
             for _ in range(ROUNDS_MAX):
-                reads = fetch.plan(self.context.peers.cost)
+                reads = fetch.plan(self._cost)
                 if reads:
                     self._read(reads)
                 elif fetch.n_leading == n or fetch.refused == fetch.n_leading or not self._ask_more():
@@ -65,7 +66,10 @@ class Getter:
         finally:
             if self._tail is not None:
                 self._tail.cancel()
-        return self._result()
+        result = self._result()
+        if self.context.spreading is not None and not self.byte_range[0]:
+            self.context.spreading.got(self.batch, result, fetch.peer_of)
+        return result
 
     # --- where the blocks are -------------------------------------------------------------------------------------------
 

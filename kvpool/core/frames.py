@@ -36,6 +36,7 @@ MAX_META_BYTES: Final = 8 << 20  # 16,384 keys with sizes and checksums of 80 la
 MAX_HELLO_BYTES: Final = 4096  # all that an unauthenticated connection may make the server keep
 MAX_PAYLOAD_BYTES: Final = MAX_BLOCK_BYTES  # one block of the largest size; senders split batches far below
 MAX_RANGES: Final = MAX_BATCH_KEYS
+MAX_WORKER_ID_BYTES: Final = 256
 MAX_DEPTH: Final = (1 << 32) - 1  # a block's position in its chain, u32
 NO_HOLD: Final = HoldId(0)
 
@@ -66,6 +67,8 @@ class Op(IntEnum):
     STAT = 14
     ATTACH = 15  # unix socket only: the answer passes the arena's memfds
     RING = 16  # unix socket only: the answer passes the memfd of the connection's ring
+    PREFETCH = 17  # blocks on SSD come up to DRAM, in the background
+    COPY = 18  # blocks are copied to another worker, in the background
 
 
 class Flag(IntFlag):
@@ -185,6 +188,7 @@ def _count(n: int, what: str, limit: int = MAX_BATCH_KEYS) -> int:
 # --- requests -----------------------------------------------------------------------------------------------------------
 
 _READ: Final = struct.Struct("<QQQ")
+_NAME: Final = struct.Struct("<H")
 _HOLD: Final = struct.Struct("<I4x")
 _WRITE: Final = struct.Struct("<QI4x")
 _RESERVATION: Final = struct.Struct("<Q")
@@ -194,7 +198,7 @@ FILL_RANGE: Final = np.dtype([("block", "<u4"), ("pad", "<u4"), ("offset", "<u8"
 
 @dataclass(frozen=True, slots=True)
 class KeysRequest:
-    """Meta of TOUCH and DROP: keys alone."""
+    """Meta of TOUCH, DROP and PREFETCH: keys alone."""
 
     batch: KeyBatch
 
@@ -205,6 +209,33 @@ class KeysRequest:
     def decode(cls, raw: bytes | memoryview) -> KeysRequest:
         reader = _Reader(raw)
         request = cls(reader.keys())
+        reader.done()
+        return request
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """Meta of COPY. `target`: id of the worker that shall have the blocks too, 1..MAX_WORKER_ID_BYTES as UTF-8. Where it is the
+    master says, not the one who asks."""
+
+    batch: KeyBatch
+    target: str
+
+    def encode(self) -> bytes:
+        name = self.target.encode()
+        return _NAME.pack(len(name)) + name + _encode_keys(self.batch)
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview) -> CopyRequest:
+        reader = _Reader(raw)
+        (n,) = reader.unpack(_NAME)
+        if not 1 <= n <= MAX_WORKER_ID_BYTES:
+            raise FrameError(f"a worker id of {n} bytes; allowed are 1..{MAX_WORKER_ID_BYTES}")
+        try:
+            target = reader.take(n).decode()
+        except UnicodeDecodeError as error:
+            raise FrameError(f"a worker id that is no UTF-8: {error}") from error
+        request = cls(reader.keys(), target)
         reader.done()
         return request
 
@@ -401,8 +432,9 @@ class ReadAnswer:
 @dataclass(frozen=True, slots=True)
 class CodesAnswer:
     """Meta of the answers to WRITE, RESERVE, COMMIT (`codes`: BlockCode [n]), HOLD (HIT_SHARED or a miss; `number` is the hold,
-    `count` the leading blocks held), RENEW (1 alive, 0 gone), TOUCH (Tiers [n]), DROP (1 had it). RESERVE: `number` is
-    the reservation. ATTACH: `number` is the arena's bytes, `count` the generation words / 1024. RING: `number` is its bytes."""
+    `count` the leading blocks held), RENEW (1 alive, 0 gone), TOUCH and PREFETCH (Tiers [n]), DROP (1 had it), COPY (1 is here
+    and will be copied). RESERVE: `number` is the reservation. ATTACH: `number` is the arena's bytes, `count` the generation
+    words / 1024. RING: `number` is its bytes."""
 
     codes: bytes = b""
     number: int = 0

@@ -261,6 +261,15 @@ class WorkerLink(Protocol):
 
     def stat(self, *, deadline: float) -> dict[str, Any]: ...
 
+    def prefetch(self, batch: KeyBatch, *, deadline: float) -> bytes:
+        """Asks that what is on SSD be brought to DRAM, and does not wait for it. Tiers [n] as they are now; empty: this worker's
+        release cannot."""
+        ...
+
+    def copy_to(self, batch: KeyBatch, target: str, *, deadline: float) -> bool:
+        """Asks that the leading blocks be copied to the worker with this id, and does not wait for it. False: not now."""
+        ...
+
     def close(self) -> None:
         """Calls in other threads end with LinkError at once; views that are left stay readable memory. Idempotent."""
         ...

@@ -21,6 +21,7 @@ import xxhash
 from kvpool.core.frames import (
     FILL_RANGE,
     CodesAnswer,
+    CopyRequest,
     FillRequest,
     Flag,
     FrameError,
@@ -165,6 +166,24 @@ class SocketLink:
             if not isinstance(facts, dict):
                 raise connection.protocol_error("STAT: no object")
             return facts
+
+    def prefetch(self, batch: KeyBatch, *, deadline: float) -> bytes:
+        answers = []
+        with self._call(deadline) as connection:
+            if "prefetch" not in connection.greeting.get("features", ()):
+                return b""
+            for at in range(0, len(batch), MAX_BATCH_KEYS):
+                part = batch.slice(at, at + MAX_BATCH_KEYS)
+                answers.append(self._codes(connection, Op.PREFETCH, KeysRequest(part).encode(), n=len(part), deadline=deadline))
+        return b"".join(answer.codes for answer in answers)
+
+    def copy_to(self, batch: KeyBatch, target: str, *, deadline: float) -> bool:
+        with self._call(deadline) as connection:
+            if "copy" not in connection.greeting.get("features", ()):
+                return False
+            part = batch.slice(0, MAX_BATCH_KEYS)
+            answer = self._codes(connection, Op.COPY, CopyRequest(part, target).encode(), n=len(part), deadline=deadline)
+            return bool(answer.number)
 
     # --- reservations ---------------------------------------------------------------------------------------------------------
 

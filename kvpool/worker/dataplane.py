@@ -33,6 +33,7 @@ from kvpool.worker.ring import RingBudget
 if TYPE_CHECKING:
     from kvpool.config import WorkerSettings
     from kvpool.worker.node import Node
+    from kvpool.worker.spread import Spreader
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ class DataPlane:
         self.ring_bytes_max = settings.ring_bytes
         self.hold_ttl_ms_max = settings.hold_ttl_ms_max
         self.stopping = False
+        self.spreader: Spreader | None = None  # makes the copies that COPY asks for
         self.rings = RingBudget(settings.ring_total_bytes)
         self.address = ""
         self.unix_name = ""

@@ -21,7 +21,7 @@ from kvpool.v1 import master_pb2 as pb
 from kvpool.v1 import master_pb2_grpc
 
 ASK_S: Final = 3.0  # for the master to answer one question
-JOINING, UP = 0, 1  # HolderInfo.state
+JOINING, UP, SUSPECT = 0, 1, 2  # HolderInfo.state
 
 
 class Elsewhere:
@@ -66,6 +66,24 @@ class Elsewhere:
             for index in np.flatnonzero(np.isin(holders, list(stay))).tolist():
                 homes[of_key[index]] = stay[int(holders[index])]
         return homes
+
+    def holders(self, uid: NamespaceUid, keys: Sequence[Key]) -> list[list[str]] | None:
+        """Per key the other workers that have it and stay; None: the master does not know the namespace. Raises KVPoolError also
+        while the index is being rebuilt."""
+        try:
+            reply = self._ask("Locate", pb.LocateRequest(namespace=uid, keys=b"".join(keys)))
+        except NamespaceNotFound:
+            return None
+        if not reply.complete:
+            raise KVPoolError("the master is rebuilding its index")
+        stay = [i for i in reply.holder_infos if i.state in (JOINING, UP, SUSPECT) and i.worker_id != self._me]
+        names = {i.holder: i.worker_id for i in stay}
+        found: list[list[str]] = []
+        holders, at = np.frombuffer(reply.holders, dtype="<u4").tolist(), 0
+        for n in reply.n_replicas:
+            found.append([names[holder] for holder in holders[at : at + n] if holder in names])
+            at += n
+        return found
 
     def _ask(self, method: str, request: Any) -> Any:
         address = self._master()

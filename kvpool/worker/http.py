@@ -97,6 +97,8 @@ def _plane(node: Node, plane: DataPlane) -> Iterator[Metric]:
     yield gauge("kvpool_connections", "connections to the data plane", plane.n_connections)
     yield gauge("kvpool_ring_bytes", "memory in rings of local connections", plane.rings.used_bytes)
     yield gauge("kvpool_staging_bytes", "memory in use for SSD reads and writes", node.staging.used_bytes)
+    if plane.spreader is not None:
+        yield _events("kvpool_copy_events", "copies made on other workers: blocks, bytes, by reason", dict(plane.spreader.counts))
     yield gauge("kvpool_listed_waiting", "answers that wait for the master", node.listed.n_waiting)
 
 

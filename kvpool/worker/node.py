@@ -32,6 +32,7 @@ from kvpool.worker.tiers.base import TierError, Trouble
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block, BlockTable
     from kvpool.core.namespaces import NamespaceSpec
+    from kvpool.core.spread import LinkLoad
     from kvpool.worker.mover import Mover
     from kvpool.worker.scrub import Scrubber
     from kvpool.worker.state import WorkerState
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 SETTLE_S: Final = 10.0  # the disk may take this long to forget removed blocks; then the removal is reported as failed
 CLOSE_S: Final = 1.0  # for jobs and the mover's write to end at a stop: with the drain and the master's part under ten seconds
 COPY_THREADS: Final = 2  # memory bandwidth is used up by then
+PREFETCHES_MAX: Final = 4  # batches at a time that are brought up ahead of a get: they keep threads and blocks from others
 EXPIRE_S: Final = 0.2  # how often holds whose time is up are looked for
 
 
@@ -73,6 +75,8 @@ class Node:
         self.io_threads = io_threads
         self.mover: Mover | None = None
         self.scrubber: Scrubber | None = None
+        self.link_load: LinkLoad | None = None
+        self.prefetches = threading.BoundedSemaphore(PREFETCHES_MAX)
         self.read_troubles: Counter[tuple[NamespaceUid, str]] = Counter()
         self._specs: dict[NamespaceUid, NamespaceSpec] = {}
         self._blocked: set[NamespaceUid] = set()
@@ -335,6 +339,7 @@ class Node:
             "worker": self.worker_id,
             "incarnation": self.incarnation,
             "session": self.listed.up,
+            "bytes_out": 0 if self.link_load is None else self.link_load.total_bytes,
             "namespaces": len(self._specs),
             "tiers": {
                 t.tier: {"capacity_bytes": t.capacity_bytes, "used_bytes": t.used_bytes, "blocks": t.blocks, "state": t.state}

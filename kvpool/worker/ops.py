@@ -3,8 +3,8 @@
 Every answer repeats op and request id. A status other than OK has a reason as meta. What each op answers:
 
     HELLO    JSON {"token", "client", "host_id", "versions", "release"} -> JSON {"worker", "incarnation", "host_id", "version",
-             "release", "unix", "transports", "limits"}; UNAUTHENTICATED, VERSION (names both) and BUSY (connection limit) close
-             afterwards
+             "release", "unix", "transports", "features", "limits"}; UNAUTHENTICATED, VERSION (names both) and BUSY (connection
+             limit) close afterwards
     PING     empty
     HOLD     CodesAnswer: HIT_SHARED, a miss or LATER per key; `number` the hold (0: none), `count` leading blocks held. With VIEW
              blocks on SSD are brought to DRAM first, and it ends with the connection; without it lives by its time. The time is
@@ -16,6 +16,8 @@ Every answer repeats op and request id. A status other than OK has a reason as m
     RESERVE, FILL, COMMIT, ABORT  `reserve_path`
     TOUCH    CodesAnswer: Tiers per key; `number` 1 when the master has the report of all of them (asked with WAIT_LISTED), else 0
     DROP     CodesAnswer: 1 had it
+    PREFETCH CodesAnswer: Tiers per key as they are now, at once; those on SSD are brought to DRAM afterwards, if there is room
+    COPY     CodesAnswer: 1 is here, per leading key; `number` 1: they are copied to the target worker afterwards, 0: not now
     STAT     JSON of `Node.stat`
     ATTACH   unix only. CodesAnswer: `number` the arena's bytes, `count` generation words / 1024; two read-only fds with it: data,
              generations
@@ -38,6 +40,7 @@ from kvpool.core.frames import (
     VERSIONS,
     AttachRequest,
     CodesAnswer,
+    CopyRequest,
     Flag,
     FrameError,
     HoldRequest,
@@ -52,7 +55,7 @@ from kvpool.core.version import work_together
 from kvpool.errors import NamespaceNotFound
 from kvpool.transport.host import host_id
 from kvpool.worker import placing, read_path, reserve_path, write_path
-from kvpool.worker.ssd_load import BringUp
+from kvpool.worker.ssd_load import BringUp, prefetch
 
 if TYPE_CHECKING:
     from kvpool.worker.connection import Connection, Request
@@ -121,6 +124,7 @@ def _hello(plane: DataPlane, connection: Connection, request: Request) -> None:
             "release": kvpool.__version__,
             "unix": plane.unix_name,
             "transports": ["tcp", "shm"],
+            "features": ["copy", "prefetch"],
             "limits": {
                 "keys": MAX_BATCH_KEYS,
                 "meta_bytes": MAX_META_BYTES,
@@ -215,6 +219,33 @@ def _drop(plane: DataPlane, connection: Connection, request: Request) -> None:
     connection.answer(request, CodesAnswer(node.drop(batch)).encode())
 
 
+def _prefetch(plane: DataPlane, connection: Connection, request: Request) -> None:
+    batch = KeysRequest.decode(request.meta).batch
+    node = plane.node
+    spec = node.served(batch.namespace)
+    if isinstance(spec, tuple):
+        connection.refuse(request, *spec)
+        return
+    with node.lock:
+        tiers = node.table.tiers_of(batch, now_ms=node.now_ms(), touch=False)
+    prefetch(node, spec, batch, tiers)
+    connection.answer(request, CodesAnswer(bytes(tiers)).encode())
+
+
+def _copy(plane: DataPlane, connection: Connection, request: Request) -> None:
+    message = CopyRequest.decode(request.meta)
+    node = plane.node
+    spec = node.served(message.batch.namespace)
+    if isinstance(spec, tuple):
+        connection.refuse(request, *spec)
+        return
+    with node.lock:
+        tiers = node.table.tiers_of(message.batch, now_ms=node.now_ms(), touch=False)
+    there = bytes(1 if tier else 0 for tier in tiers)
+    accepted = there[:1] == b"\1" and plane.spreader is not None and plane.spreader.ask(message.batch, message.target)
+    connection.answer(request, CodesAnswer(there, number=int(accepted)).encode())
+
+
 def _stat(plane: DataPlane, connection: Connection, request: Request) -> None:
     connection.answer(request, json.dumps(plane.node.stat()).encode())
 
@@ -263,4 +294,6 @@ _HANDLERS: Final[dict[Op, Handler]] = {
     Op.STAT: _stat,
     Op.ATTACH: _attach,
     Op.RING: _ring,
+    Op.PREFETCH: _prefetch,
+    Op.COPY: _copy,
 }

@@ -325,6 +325,8 @@ class Read:
         entries["n_sums"] = n_sums
         meta = ReadAnswer(entries, np.frombuffer(b"".join(sums), dtype="<u8") if sums else _EMPTY, hold_id).encode()
         self.connection.loop.count("bytes_read_inline", total)
+        if total and not self.connection.local and self.node.link_load is not None:
+            self.node.link_load.served(self.message.batch, total, now_ms=self.node.now_ms())
         if not total:
             self._on_sent()
             self.connection.answer(self.request, meta)

@@ -43,7 +43,8 @@ class Sender:
 
     def __init__(self, node: Node, *, token: str, purpose: str) -> None:
         self._node = node
-        self._options = LinkOptions(token=token, client=f"{purpose} of {node.worker_id}", host_id=host_id())
+        self.host_id = host_id()
+        self._options = LinkOptions(token=token, client=f"{purpose} of {node.worker_id}", host_id=self.host_id)
         self._links: dict[str, WorkerLink] = {}
         self._avoided: dict[str, float] = {}
         self._closed = False

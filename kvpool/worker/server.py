@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import uvloop
 
 from kvpool.config import WorkerSettings, check_memory
+from kvpool.core.spread import LinkLoad
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.obs import logs
 from kvpool.obs.process import die_with_parent, ignore_stops, on_stops
@@ -35,6 +36,8 @@ from kvpool.worker.build import build_node
 from kvpool.worker.dataplane import DataPlane
 from kvpool.worker.drain import Drainer
 from kvpool.worker.host_memory import available_bytes, cgroup_limit_bytes
+from kvpool.worker.link_speed import link_bytes_per_s
+from kvpool.worker.spread import HOT_AT, Spreader
 
 if TYPE_CHECKING:
     from kvpool.worker.node import Node
@@ -115,6 +118,9 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
     stop_http = None
     agent: Agent | None = None
     drainer: Drainer | None = None
+    spreader: Spreader | None = None
+    link_load = LinkLoad(link_bytes_per_s=settings.link_bytes_per_s or link_bytes_per_s(settings.host), hot_at=HOT_AT)
+    node.link_load = link_load
     http_sock = http.listen(settings.http_host, settings.http_port)
     try:
         plane.start()
@@ -127,6 +133,11 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
             node, settings, token=token, address=plane.address, unix_name=plane.unix_name, http=http_address
         )
         drainer = Drainer(node, token=token, master=lambda: agent.master, beat=agent.beat)
+        spreader = Spreader(
+            node, token=token, master=lambda: agent.master, load=link_load, rate_bytes=settings.copy_bytes_per_s
+        )
+        plane.spreader = spreader
+        spreader.start()
         agent.on_drain, agent.drain_status = drainer.follow, drainer.status
         stop_http = await http.serve(http.make_app(node, plane, agent, token=token), http_sock)
         tasks.append(asyncio.create_task(agent.run()))
@@ -136,6 +147,9 @@ async def _serve(node: Node, settings: WorkerSettings, token: str) -> int:
     finally:
         stop_s = stop_seconds(settings.drain_timeout_ms)
         until = time.monotonic() + stop_s
+        if spreader is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(spreader.close)
         if drainer is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(drainer.leave, until=until - (1 - MOVE_PART) * stop_s, hurry=hurry)

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvpool.core.types import Tiers
+from kvpool.errors import NamespaceNotFound
 from kvpool.worker.tiers.base import TierError, Trouble
 
 MARGIN: Final = 0.1  # of the time that a request has, kept for its answer when the disk is late
 MARGIN_S_MAX: Final = 0.25
+PREFETCH_S: Final = 10.0  # for one batch that is brought up ahead of a get
 
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block
@@ -83,6 +85,38 @@ def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: floa
         return staged
     staged.release()
     return offset
+
+
+def prefetch(node: Node, spec: NamespaceSpec, batch: KeyBatch, tiers: bytes | bytearray) -> None:
+    """Begins to bring what is on SSD alone (`tiers`: as the table said) up to DRAM, in a thread; dropped while as many as
+    `node.prefetches` are under way, when the disk does not answer, or where there is no room."""
+    ssd = node.ssd
+    if ssd is None or ssd.is_stalled or int(Tiers.SSD) not in bytes(tiers) or not node.prefetches.acquire(blocking=False):
+        return
+
+    def bring_up() -> None:
+        deadline = time.monotonic() + PREFETCH_S
+        pinned: list[Block] = []
+        try:
+            with node.lock:
+                found = node.table.pin(batch, now_ms=node.now_ms(), touch=False).blocks
+                pinned = [block for block in found if block is not None]
+                cold = [block for block in pinned if block.dram is None]
+            for block in cold:
+                loaded = load(node, block, spec, deadline=deadline)
+                if not isinstance(loaded, int):
+                    loaded.release()
+                    break  # no room
+        except NamespaceNotFound:
+            pass  # deleted meanwhile
+        except TierError as error:
+            node.count_read_trouble(spec.uid, error)
+        finally:
+            node.prefetches.release()
+            if pinned:
+                node.unpin(pinned)
+
+    node.submit_io(bring_up)
 
 
 class BringUp:
