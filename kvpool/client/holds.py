@@ -17,11 +17,11 @@ from typing import Final
 
 from kvpool.client.context import Context
 from kvpool.client.peers import miss_of
-from kvpool.client.reading import locate_all
+from kvpool.client.reading import locate_all, tier_of
 from kvpool.core.fetch import Candidates, Fetch
 from kvpool.core.keys import KeyBatch
 from kvpool.core.namespaces import NamespaceSpec
-from kvpool.core.types import BlockCode, NamespaceUid, Tiers, miss_cause
+from kvpool.core.types import BlockCode, NamespaceUid, Tier, Tiers, miss_cause
 from kvpool.errors import InvalidArgument
 from kvpool.transport.base import Held, LinkError, WorkerLink
 from kvpool.v1 import master_pb2 as pb
@@ -93,15 +93,17 @@ class HoldToken:
 class Hold:
     """Blocks that stay readable until `release`, the end of the with block, or `ttl_ms`. Any thread may use and release it.
 
-    `n_blocks`: leading blocks that are held (of every asked shard); `token`: bytes that another process gives to `get(hold=)`.
+    `n_blocks`: leading blocks that are held (of every asked shard); `tiers` [n_blocks]: where each (of the first shard) is by
+    what was known when the hold was made; `token`: bytes that another process gives to `get(hold=)`.
     """
 
-    def __init__(self, context: Context, token: HoldToken) -> None:
+    def __init__(self, context: Context, token: HoldToken, tiers: list[Tier]) -> None:
         self._context = context
         self._lock = threading.Lock()
         self._released = False
         self.content = token
         self.n_blocks = token.n_blocks
+        self.tiers = tiers[: token.n_blocks]
 
     @property
     def token(self) -> bytes:
@@ -135,7 +137,7 @@ def take_hold(context: Context, spec: NamespaceSpec, batches: Sequence[tuple[int
     """Holds the leading blocks of each batch ((shard, keys), all of the same hashes). Parts past what every shard has are
     released again."""
     per_shard = [_hold_one(context, spec, shard, batch, ttl_ms=ttl_ms, deadline=deadline) for shard, batch in batches]
-    n_blocks = min(n for n, _ in per_shard)
+    n_blocks = min(len(tiers) for tiers, _ in per_shard)
     depth = batches[0][1].depth
     kept: list[HoldPart] = []
     extra: list[HoldPart] = []
@@ -143,15 +145,18 @@ def take_hold(context: Context, spec: NamespaceSpec, batches: Sequence[tuple[int
         for part in parts:
             (kept if part.depth < depth + n_blocks else extra).append(part)
     release_parts(context, extra)
-    return Hold(context, HoldToken(spec.uid, n_blocks, tuple(kept)))
+    return Hold(context, HoldToken(spec.uid, n_blocks, tuple(kept)), per_shard[0][0])
 
 
 def _hold_one(context: Context, spec: NamespaceSpec, shard: int, batch: KeyBatch, *, ttl_ms: int,
-              deadline: float) -> tuple[int, list[HoldPart]]:  # fmt: skip
-    """Run after run of one chain, each at the worker that has it; ends at the first block that nobody promises."""
+              deadline: float) -> tuple[list[Tier], list[HoldPart]]:  # fmt: skip
+    """Run after run of one chain, each at the worker that has it; ends at the first block that nobody promises. The tier of each
+    held block, and the promises."""
     fetch = Fetch(len(batch))
-    fetch.locate(0, locate_all(context, spec, batch, deadline=deadline))
+    places = locate_all(context, spec, batch, deadline=deadline)
+    fetch.locate(0, places)
     parts: list[HoldPart] = []
+    tiers: list[Tier] = []
     while fetch.n_leading < len(batch) and len(parts) < PARTS_MAX:
         reads = fetch.plan(context.peers.cost)
         if not reads:
@@ -172,11 +177,12 @@ def _hold_one(context: Context, spec: NamespaceSpec, shard: int, batch: KeyBatch
             continue
         if held.hold_id and held.count:
             parts.append(HoldPart(peer.worker_id, peer.incarnation, held.hold_id, shard, part.depth, held.count))
+            tiers += [tier_of(dict(places[block])[run.peer]) for block in run.blocks[: held.count]]
         if held.count < len(part) and miss_cause(held.codes[held.count]) is None:
             break  # the worker promises no more (held bytes are limited), though it may have the block
         codes = bytes([BlockCode.HIT_SHARED]) * held.count + held.codes[held.count :]
         fetch.answered(run, codes, bytes([Tiers.DRAM]) * len(codes), [0] * len(codes))
-    return sum(part.count for part in parts), parts
+    return tiers, parts
 
 
 def parse_hold(hold: Hold | bytes | None, spec: NamespaceSpec) -> HoldToken | None:

@@ -6,6 +6,7 @@ When the configuration is one that cannot be shared, or the pool is away, every 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.connectors.vllm.facts import facts_of
 from kvpool.connectors.vllm.link import PoolLink, log
@@ -30,6 +33,7 @@ from kvpool.connectors.vllm.scheduler import SchedulerHalf
 from kvpool.connectors.vllm.settings import parse
 from kvpool.connectors.vllm.stats import KVPoolPromMetrics, KVPoolStats
 from kvpool.connectors.vllm.worker import WorkerHalf
+from kvpool.core.types import Tier
 from kvpool.errors import KVPoolError
 
 # vLLM takes its AMX attention kernel when the CPU has AMX, but the kernel may be the first to use it, and then the process has
@@ -37,6 +41,13 @@ from kvpool.errors import KVPoolError
 # that case.
 if hasattr(torch.cpu, "_init_amx"):
     torch.cpu._init_amx()
+
+
+# MultiConnector looks its children's figures up by the name alone, which vLLM knows only of registered connectors.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector("KVPoolConnector", "kvpool.connectors.vllm", "KVPoolConnector")
+
+_SOURCES = {Tier.DEVICE: CacheHitSource.DEVICE, Tier.DRAM: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
 
 
 @dataclass
@@ -116,6 +127,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
             self._scheduler.allocated(request, block_ids, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        if self._scheduler is None:
+            return {}
+        return {_SOURCES[tier]: n for tier, n in self._scheduler.sources(request, num_external_tokens).items()}
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return StepMetadata(StepPlan() if self._scheduler is None else self._scheduler.plan_step(scheduler_output))
 
@@ -127,9 +143,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that wait for their save are referenced one by one, so the request itself need not be kept."""
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
+        return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids[0] if block_ids else ())
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pins

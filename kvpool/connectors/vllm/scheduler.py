@@ -21,12 +21,15 @@ from kvpool.connectors.vllm.plan import LoadJob, SaveJob, StepPlan, StepReport
 from kvpool.connectors.vllm.settings import ConnectorSettings
 from kvpool.connectors.vllm.stats import KVPoolStats
 from kvpool.core.hashing import PrefixHashes, external_hashes
-from kvpool.core.types import MAX_BATCH_KEYS
+from kvpool.core.types import MAX_BATCH_KEYS, Tier
 from kvpool.errors import KVPoolError
 
 EXPECTED_KEY: Final = "kvpool_blocks"  # in kv_transfer_params: leading blocks that the prefill node has saved, or is just saving
 IDLE_S: Final = 0.001  # a step without tokens waits so long for what is expected, instead of turning the loop at full speed
 NULL_BLOCK: Final = 0
+
+
+_ENDED_WELL: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 @dataclass(slots=True)
@@ -38,10 +41,12 @@ class _Tracked:
     saved: int = -1  # leading blocks that are saved or need not be; -1: not looked at
     gave_up: bool = False  # a load failed: the pool is not asked again for this request
     first_asked: float = 0.0
-    spent_ms: float = 0.0
+    spent_ms: float = 0.0  # of the deadline
+    waited: bool = False
     hold: Hold | None = None  # promised and not yet on its way to the workers
     hold_first: int = 0  # depth of its first block
     hold_ends: float = 0.0
+    tiers: list[Tier] = field(default_factory=list)  # of the blocks that were last promised
 
 
 @dataclass(slots=True)
@@ -69,6 +74,7 @@ class SchedulerHalf:
         self._pins: dict[int, _Pin] = {}  # by save job
         self._n_pinned = 0
         self._job_id = 0
+        self._late: list[SaveJob] = []  # of requests that have ended
         self._waiting = False  # a lookup waits for blocks that a prefill node has announced
         self.stats = KVPoolStats()
 
@@ -86,7 +92,7 @@ class SchedulerHalf:
         if tracked is None:
             tracked = self._tracked[request.request_id] = _Tracked(request)
         namespace = self.link.namespace
-        if not self._does_load or tracked.gave_up or namespace is None:
+        if not self._does_load or tracked.gave_up or namespace is None or request.skip_reading_prefix_cache:
             return 0
         first = n_computed // self.facts.block_tokens
         wanted = self._chain(tracked)[: (request.num_tokens - 1) // self.facts.block_tokens]  # a token must be left to compute
@@ -119,8 +125,10 @@ class SchedulerHalf:
         expected = min(_expected(tracked.request), len(wanted))
         waited_ms = (time.monotonic() - tracked.first_asked) * 1e3
         if n < expected and waited_ms < self.settings.deadline_ms / 2:
-            self._waiting = True
+            self._waiting = tracked.waited = True
             return None
+        if tracked.waited:
+            tracked.spent_ms, tracked.waited = waited_ms, False
         return min(n, most)
 
     def _take_hold(self, namespace: Namespace, hashes: PrefixHashes, tracked: _Tracked, first: int) -> bool:
@@ -158,6 +166,13 @@ class SchedulerHalf:
             tracked.chain = PrefixHashes(tracked.chain.hashes + new.hashes)
         return tracked.chain
 
+    def sources(self, request: Any, n_external: int) -> dict[Tier, int]:
+        """Tokens of the load that has just been planned, by tier."""
+        tracked = self._tracked.get(request.request_id)
+        n_blocks = n_external // self.facts.block_tokens
+        tiers = [] if tracked is None else tracked.tiers[:n_blocks]
+        return {tier: tiers.count(tier) * self.facts.block_tokens for tier in Tier if tier in tiers}
+
     # --- loads ----------------------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, block_ids: Sequence[int], n_external: int) -> None:
@@ -169,7 +184,7 @@ class SchedulerHalf:
             self._drop_hold(tracked)
             return
         hold, first = tracked.hold, tracked.hold_first
-        tracked.hold = None
+        tracked.hold, tracked.tiers = None, hold.tiers
         stop = first + n_external // self.facts.block_tokens
         self._planned.append(LoadJob(
             request.request_id, tracked.chain[first:stop], list(block_ids[first:stop]), hold.token,
@@ -184,8 +199,10 @@ class SchedulerHalf:
         """What the workers are to do in and after the step that vLLM's scheduler has just decided (its SchedulerOutput)."""
         plan = StepPlan(loads=self._planned, idle=output.total_num_scheduled_tokens == 0)
         self._planned = []
-        if self._does_save and self.link.namespace is not None:
-            plan.saves = list(self._plan_saves(self.link.namespace, output))
+        plan.saves, self._late = self._late, []
+        if self._does_save and self.link.namespace is not None and (self.settings.load_async or not self._loading):
+            # What is computed beside or after a load within the step may be wrong until every rank said that the load was good.
+            plan.saves += self._plan_saves(self.link.namespace, output)
         if plan.idle and self._waiting and not plan.loads:
             time.sleep(IDLE_S)
         self._waiting = False
@@ -258,12 +275,16 @@ class SchedulerHalf:
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """What the client of the request is told, for whom it hands the prompt on to."""
+    def finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """What the client of the request is told, for whom it hands the prompt on to. `block_ids`: its paged blocks."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
         self._drop_hold(tracked)
+        if self._does_save and self.link.namespace is not None and request.status.name in _ENDED_WELL:
+            late = self._plan_save(self.link.namespace, tracked, block_ids, request.num_computed_tokens)
+            if late is not None:
+                self._late.append(late)
         n = min(tracked.saved, request.num_prompt_tokens // self.facts.block_tokens)
         return {EXPECTED_KEY: n} if self._does_save and n > 0 else None
 
