@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-READY_S = 20.0
+READY_S = 60.0
 STOP_S = 20.0
 
 

@@ -19,8 +19,8 @@ from kvpool.core.hashing import PrefixHashes
 from tests.support.processes import cli_env
 
 BLOCK = 32  # the smallest that vLLM's CPU attention takes
-START_S = 240.0
-ANSWER_S = 120.0
+START_S = 600.0
+ANSWER_S = 300.0
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 def make_model(directory: Path, **shape: int) -> Path:
     """The tiny model, made in a process of its own: this one stays free of torch."""
     command = [sys.executable, "-m", "tests.support.tiny_model", str(directory), *(f"{k}={v}" for k, v in shape.items())]
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=cli_env(ENV), cwd=ROOT)
+    subprocess.run(command, check=True, capture_output=True, timeout=600, env=cli_env(ENV), cwd=ROOT)
     return directory
 
 

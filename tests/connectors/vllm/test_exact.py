@@ -33,7 +33,7 @@ from tests.connectors.vllm.engines import (
 )
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def fill(cluster: Any, start_engine: Callable[..., Engine], reference: Reference, **settings: Any) -> None:

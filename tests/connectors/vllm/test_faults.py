@@ -23,7 +23,7 @@ from tests.support.cluster import Cluster
 from tests.support.proxy import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 DEADLINE_S = 0.2
 SLACK_S = 0.3  # two runs of one request are that far apart on a busy machine, beside a factor
 FACTOR = 2.0

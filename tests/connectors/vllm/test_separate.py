@@ -9,7 +9,7 @@ import pytest
 
 from tests.connectors.vllm.engines import PROMPTS, Engine, stored
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 OTHERS = (  # settings of an engine, and what it must say that differs from one with the defaults
     ({}, ""),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.connectors.vllm.throughput import N_PROMPTS, PROMPT_TOKENS, measure
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_an_empty_pool_costs_little(tmp_path: Path) -> None:
