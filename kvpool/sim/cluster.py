@@ -28,15 +28,17 @@ from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Network, Quality
 from kvpool.sim.node import SimNode, build
 from kvpool.sim.plane import Plane
+from kvpool.sim.redis import Accepted, RedisData, RedisServer
 from kvpool.sim.rpc import Channel
 from kvpool.sim.session import SimAgent
-from kvpool.sim.store import LocalStore, StoreData, StoreServer
+from kvpool.sim.store import LocalStore, StoreData
 from kvpool.sim.story import Story
 from kvpool.sim.values import Chains, size_of, sum_of
 
 BLOCK_BYTES: Final = 4096
 LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, 16)
 STORE_HOST: Final = "store"
+MENDED_S: Final = 3.0  # after a fail-over the leader has noticed and has written again what was lost
 ECHO_S: Final = 0.5  # a fault that is over is felt this long: retries, new connections
 
 
@@ -57,6 +59,7 @@ class Scenario:
     shared_blocks: int
     small_values: bool  # half of the values are smaller than a block
     wire_flips: float  # share of blocks with a flipped bit
+    store_replica: bool
     stumbles: float  # share of copies in the middle of which the reader stands still
     faults: tuple[str, ...]
     fault_every_s: float
@@ -140,7 +143,9 @@ class Cluster:
         self.story = Story()
         self.checker = Checker(self)
         self.store = StoreData()
-        self.store_process: Process | None = None
+        self.redis: RedisServer | None = None
+        self.accepted: list[Accepted] = []  # writes to the redis
+        self.lost_epochs: set[int] = set()  # granted, and unknown to the redis after a fail-over
         self.memories: dict[tuple[str, int], SimDram] = {}
         self.masters = {name: Master(name) for name in (f"m{i}" for i in range(scenario.n_masters))}
         self.addresses = [master.address for master in self.masters.values()]
@@ -152,6 +157,7 @@ class Cluster:
         self.specs = [self._spec(i) for i in range(scenario.n_namespaces)]
         self.names = [f"name{i}" for i in range(scenario.n_names)]
         self.known: dict[NamespaceUid, NamespaceSpec] = {}  # those of these names that clients have had
+        self.starts_of_redis = 0
         self._touched: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self._expelled: dict[Key, float] = {}
         self._moved: dict[Key, float] = {}
@@ -201,15 +207,48 @@ class Cluster:
 
     def start(self) -> None:
         if self.scenario.shared_store:
-            self.start_store()
+            data = RedisData()
+            for spec in self.specs:
+                data.put(spec)
+            self.start_redis(data)
         for name in self.masters:
             self.start_master(name)
         for name in self.workers:
             self.start_worker(name)
 
-    def start_store(self) -> None:
-        self.store_process = self._process("store", STORE_HOST)
-        StoreServer(self.store, self.store_process, self.network)
+    def start_redis(self, data: RedisData) -> None:
+        """A primary with this, and a replica that has the same."""
+        process = self._process(f"store.{self.starts_of_redis}", STORE_HOST)
+        self.starts_of_redis += 1
+        chance = random.Random(f"{self.seed}/{process.name} replica")
+        self.redis = RedisServer(data, process, self.network, chance, has_replica=self.scenario.store_replica,
+                                 on_write=self.accepted.append)  # fmt: skip
+
+    def fail_over(self) -> None:
+        """The primary is gone; its replica is the primary from soon on, with what it had got."""
+        old = self.redis
+        assert old is not None
+        lost = [accepted for *_, accepted in old.under_way if accepted is not None]
+        old.process.kill()
+        self.note("store", f"fails over, and loses {', '.join(write.what for write in lost) or 'nothing'}")
+        self.checker.count("writes lost", len(lost))
+        self.lost_epochs |= {write.epoch for write in lost if write.what == "lease"}
+        self.accepted.append(Accepted(self.loop.time(), old.replica.epoch, "", "fail-over"))
+        self.start_redis(old.replica)
+        for write in lost:
+            if write.uid is not None:
+                self.loop.in_world(MENDED_S, self._look_after, write)
+
+    def _look_after(self, write: Accepted) -> None:
+        """A lost write is written again by the leader that made it, unless that ended soon, which the documentation allows."""
+        assert self.redis is not None and write.uid is not None
+        namespaces = self.redis.data.hashes["namespaces"]
+        there = write.uid.hex().encode() in namespaces
+        if (write.what == "namespace" and not there) or (write.what == "delete" and there):
+            leads = self.redis.data.may_write(write.owner, write.epoch)
+            if leads and not self.trouble_since(write.at_s - ECHO_S, *self.masters, STORE_HOST):
+                self.checker.fail("C8", f"the redis was set back, and {write.owner} did not write its {write.what} again", None)
+            self.checker.names.lost(write.uid)
 
     def _process(self, name: str, host: str) -> Process:
         return Process(self.loop, name, host=host, seed=str(self.seed))

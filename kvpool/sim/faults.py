@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvpool.errors import KVPoolError
 from kvpool.sim.clock import Process
 from kvpool.sim.cluster import STORE_HOST, Client, Cluster, Master, Worker
+from kvpool.sim.redis import RedisServer
 from kvpool.sim.threads import Event, blocking
 
 LEAVE_S: Final = 1.5  # then it is killed, wherever it stands
@@ -180,7 +181,40 @@ class Faults:
         return True
 
     def store_pause(self) -> bool:
-        return self._freeze("store", STORE_HOST, self.cluster.store_process, self._some_s(0.05, 5.0))
+        redis = self.cluster.redis
+        return redis is not None and self._freeze("store", STORE_HOST, redis.process, self._some_s(0.05, 5.0))
+
+    def replica_lag(self) -> bool:
+        """The redis' replica gets nothing for a while, as when its link is slow."""
+        redis = self.cluster.redis
+        if redis is None or redis.lags or not redis.has_replica:
+            return False
+        redis.lags = True
+        self.cluster.note("store", "its replica lags")
+
+        def catch_up() -> None:
+            redis.lags = False
+            redis.arrive()
+
+        self._later(self._some_s(0.2, 2.0), catch_up)
+        return True
+
+    def store_failover(self) -> bool:
+        """The primary dies; what its replica had got goes on."""
+        redis = self.cluster.redis
+        if redis is None or not redis.has_replica or not redis.process.alive:
+            return False
+        down_s = self._some_s(0.1, 1.5)
+        self.cluster.touch(STORE_HOST, for_s=down_s)
+        self.cluster.network.unlisten(redis.process)
+        redis.process.pause()
+        self._later(down_s, lambda: self._fail_over(redis))
+        return True
+
+    def _fail_over(self, redis: RedisServer) -> None:
+        if self.cluster.redis is redis:
+            self.cluster.touch(STORE_HOST)
+            self.cluster.fail_over()
 
     def master_kill(self) -> bool:
         master = self._master()
@@ -315,8 +349,10 @@ class Faults:
         for client in list(cluster.clients.values()):
             client.process.resume()
             self._restart_client(client)
-        if cluster.store_process is not None:
-            cluster.store_process.resume()
+        if cluster.redis is not None:
+            cluster.redis.lags = False
+            cluster.redis.arrive()
+            cluster.redis.process.resume()
 
 
 FAULTS: Final[dict[str, Callable[[Faults], bool]]] = {
@@ -339,6 +375,8 @@ FAULTS: Final[dict[str, Callable[[Faults], bool]]] = {
     "torn write": Faults.torn_write,
     "bit flip": Faults.bit_flip,
     "store pause": Faults.store_pause,
+    "replica lag": Faults.replica_lag,
+    "store failover": Faults.store_failover,
 }
 DISK_FAULTS: Final = frozenset(("disk full", "disk error", "disk stall", "torn write", "bit flip"))
-STORE_FAULTS: Final = frozenset(("store pause",))
+STORE_FAULTS: Final = frozenset(("store pause", "replica lag", "store failover"))

@@ -1,7 +1,6 @@
-"""A simulated master process: the real service, sessions, state and elector, over simulated calls and streams.
+"""A simulated master process: the real terms, leadership and front, elector and redis store, over simulated calls and streams.
 
-`SimMaster` stands for `master.server.Master`: it makes the parts, runs the ticks, serves. With a shared store it serves while it
-leads, and goes on with what it has in memory while nobody can say who leads (`core.election`).
+`SimMaster` stands for `master.server.Master`: it makes the parts and hands them the calls.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvpool.core.election import LeaseTerms, Role, Standing
-from kvpool.errors import BY_CODE, ERROR_CODE_KEY, KVPoolError, MasterUnavailable
+from kvpool.core.election import LeaseTerms, Role
+from kvpool.errors import BY_CODE, ERROR_CODE_KEY, LEADER_KEY, KVPoolError, MasterUnavailable
 from kvpool.master.election import Elector
-from kvpool.master.service import MasterService
-from kvpool.master.session import Sessions
+from kvpool.master.leading import Front, Leadership, Term
+from kvpool.master.redis_store import RedisStore
 from kvpool.master.state import Limits, MasterState
 from kvpool.sim.clock import Process
-from kvpool.sim.disk import sleep
 from kvpool.sim.network import Endpoint, Network, Reset
-from kvpool.sim.store import LocalStore, SharedStore
+from kvpool.sim.redis import SimRedisLink
+from kvpool.sim.store import LocalStore
 from kvpool.v1 import master_pb2 as pb
 
 LIMITS: Final = Limits(
@@ -51,8 +50,11 @@ class Call:
 
     async def abort(self, status: Any, message: str, metadata: Any) -> None:
         del status
-        code = str(dict(metadata or ()).get(ERROR_CODE_KEY, "internal"))
-        raise Aborted(BY_CODE.get(code, KVPoolError)(message))
+        told = dict(metadata or ())
+        error = BY_CODE.get(str(told.get(ERROR_CODE_KEY, "internal")), KVPoolError)(message)
+        if isinstance(error, MasterUnavailable):
+            error.leader = str(told.get(LEADER_KEY, ""))
+        raise Aborted(error)
 
     async def read(self) -> Any:
         try:
@@ -66,95 +68,67 @@ class Call:
 
 
 class SimMaster:
-    """`serving`: state and sessions while it answers. `shared` None: its own store. `on_serve(master)`: it begins to answer."""
+    """`local` None: one of several, whose store is the redis."""
 
     def __init__(
         self, process: Process, network: Network, address: str, *, local: LocalStore | None, note: Callable[[str, str], None]
     ) -> None:
         self.process, self.network, self.address, self.note = process, network, address, note
-        self.state: MasterState | None = None
-        self.sessions: Sessions | None = None
-        self.service: MasterService | None = None
-        self.elector: Elector | None = None
+        self.leadership: Leadership | None = None
+        self._alone: Term | None = None
+        self._service: Any = None
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._n_calls = 0
         network.listen(process, address, self._accept)
         if local is not None:
-            self.store: Any = local
-            process.spawn(self._run_alone(), name=f"{process.name} start")
-        else:
-            self.store = SharedStore(process, network, TERMS)
-            self.elector = Elector(self.store, address=address, terms=TERMS, clock=process.now_ms)
-            process.spawn(self.elector.run(), name=f"{process.name} elector")
-            process.spawn(self._follow(self.elector), name=f"{process.name} standing")
-        process.spawn(self._tick(), name=f"{process.name} tick")
+            process.spawn(self._run_alone(local), name=f"{process.name} start")
+            return
+        store = RedisStore("redis://store:6379/0", master_id=process.name, terms=TERMS)
+        store.owner = process.name
+        link: Any = SimRedisLink(network, process)
+        store._link = link
+        process.call(self._run_among, store)
 
-    # --- who leads ------------------------------------------------------------------------------------------------------
-
-    async def _run_alone(self) -> None:
-        await self._begin(await self.store.open())
-
-    async def _follow(self, elector: Elector) -> None:
-        """Loads when it leads anew, lets go when another one does."""
-        standing = elector.standing()
-        epoch = 0
-        while True:
-            if standing.role is Role.FOLLOWER or (epoch and standing.epoch != epoch):
-                self._end("another master leads")
-                epoch = 0
-            if standing.role is Role.LEADER and not epoch:
-                try:
-                    await self._begin(standing.epoch)
-                    epoch = standing.epoch
-                except KVPoolError:
-                    await sleep(self.process.loop, 0.1)
-                    standing = elector.standing()
-                    continue
-            standing = await elector.changed(standing)
-
-    async def _begin(self, epoch: Any) -> None:
-        state = MasterState(self.store, epoch, settings=LIMITS, now_ms=self.process.now_ms)
-        await state.load()
-        standing = self.standing()
-        if standing is not None and (standing.role is Role.FOLLOWER or standing.epoch != epoch):
-            raise MasterUnavailable("the lease was lost while loading")
-        state.leader = self.address
-        self.sessions = Sessions(state)
-        self.service = MasterService(state, self.sessions)
-        self.state = state
+    async def _run_alone(self, local: LocalStore) -> None:
+        store: Any = local
+        epoch = await store.open()
+        term = Term(store, epoch, settings=LIMITS, leader=self.address, now_ms=self.process.now_ms)
+        await term.begin()
+        self._alone, self._service = term, term.service
         self.note("leads", f"epoch {epoch}")
 
-    def _end(self, reason: str) -> None:
-        if self.state is None:
-            return
-        assert self.sessions is not None
-        self.note("follows", reason)
-        self.sessions.close_all(reason)
-        self.state.events.close()
-        self.state = self.sessions = self.service = None
-        for task in self._calls.values():
-            task.cancel()
+    def _run_among(self, store: RedisStore) -> None:
+        elector = Elector(store, address=self.address, terms=TERMS, clock=self.process.now_ms)
+        leadership = self.leadership = Leadership(
+            store, elector, settings=LIMITS, address=self.address, now_ms=self.process.now_ms, tell=self._tell
+        )
+        self._service = Front(leadership)
+        self.process.spawn(elector.run(), name=f"{self.process.name} elector")
+        self.process.spawn(leadership.run(), name=f"{self.process.name} leadership")
 
-    def standing(self) -> Standing | None:
-        return None if self.elector is None else self.elector.standing()
+    async def _tell(self, serves: bool) -> None:
+        self.note("leads" if serves else "follows", f"epoch {self.epoch}" if serves else "")
+
+    @property
+    def term(self) -> Term | None:
+        return self._alone if self.leadership is None else self.leadership.term
+
+    @property
+    def state(self) -> MasterState | None:
+        term = self.term
+        return None if term is None else term.state
+
+    @property
+    def epoch(self) -> int:
+        state = self.state
+        return 0 if state is None else state.epoch
 
     @property
     def serves(self) -> bool:
         """Whether it answers. A master looks at its lease before each act of a leader."""
-        standing = self.standing()
-        return self.state is not None and (standing is None or standing.role is not Role.FOLLOWER)
-
-    async def _tick(self) -> None:
-        while True:
-            await sleep(self.process.loop, LIMITS.heartbeat_ms / 1000)
-            if self.serves and self.state is not None and self.sessions is not None:
-                try:
-                    await self.sessions.tick()
-                except KVPoolError:
-                    continue  # the store is away: said again at the next tick
-                if self.state is not None:
-                    while self.state.purge_step():
-                        await asyncio.sleep(0)
+        if self.leadership is None:
+            return self._alone is not None
+        return self.term is not None and self.leadership.elector.standing().role is not Role.FOLLOWER
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
@@ -187,21 +161,18 @@ class SimMaster:
             self._calls.pop(number, None)
             end.close()
 
-    def _refusal(self) -> KVPoolError:
-        return MasterUnavailable("this master does not lead")
-
     async def _unary(self, end: Endpoint, method: str, message: Any, left_s: float) -> Any:
-        if not self.serves:
-            return self._refusal()
+        if self._service is None:
+            return MasterUnavailable("this master starts")
         try:
-            return await getattr(self.service, method)(message, Call(end, left_s=left_s))
+            return await getattr(self._service, method)(message, Call(end, left_s=left_s))
         except Aborted as aborted:
             return aborted.error
 
     async def _session(self, end: Endpoint) -> None:
-        service = self.service
-        if not self.serves or service is None:
-            end.send(self._refusal())
+        service = self._service
+        if service is None:
+            end.send(MasterUnavailable("this master starts"))
             return
         try:
             await service.Session(None, Call(end, left_s=None))
@@ -209,9 +180,9 @@ class SimMaster:
             end.send(aborted.error)
 
     async def _watch(self, end: Endpoint, request: pb.WatchRequest) -> None:
-        service = self.service
-        if not self.serves or service is None:
-            end.send(self._refusal())
+        service = self._service
+        if service is None:
+            end.send(MasterUnavailable("this master starts"))
             return
         events = service.Watch(request, Call(end, left_s=None))
         try:

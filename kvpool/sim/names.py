@@ -64,6 +64,12 @@ class Names:
             made.deleted_s = now_s
         return [made.uid for made in gone]
 
+    def lost(self, uid: NamespaceUid) -> None:
+        """The store has forgotten that it was made, or deleted; the leader who knew ended too."""
+        made = self.made.get(uid)
+        if made is not None:
+            made.lost, made.deleted_s = True, float("inf")
+
     def may_be_gone(self, uid: NamespaceUid) -> bool:
         """Whether somebody has begun to delete it, or the store lost it."""
         made = self.made.get(uid)

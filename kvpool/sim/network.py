@@ -131,6 +131,7 @@ class Network:
         self._blocked: dict[tuple[str, str], float] = {}  # (from host, to host) -> since
         self._listening: dict[str, tuple[Process, Callable[[Endpoint], None]]] = {}
         self._ends: dict[Endpoint, None] = {}
+        self._known: dict[Process, None] = {}
         self._connecting: list[tuple[Process, str, asyncio.Future[Endpoint]]] = []
         self.down = False
         self.on_reset: Callable[[Endpoint, Endpoint], None] = lambda _near, _far: None
@@ -140,7 +141,13 @@ class Network:
     def listen(self, process: Process, address: str, handler: Callable[[Endpoint], None]) -> None:
         """`handler(endpoint)` in the process' context for each connection."""
         self._listening[address] = process, handler
-        process.on_end.append(lambda: self._died(process))
+        self._notice(process)
+
+    def _notice(self, process: Process) -> None:
+        """When it dies, so do its connections."""
+        if process not in self._known:
+            self._known[process] = None
+            process.on_end.append(lambda: self._died(process))
 
     def unlisten(self, process: Process) -> None:
         """No new connections to this process."""
@@ -159,6 +166,7 @@ class Network:
     async def connect(self, process: Process, address: str, until: float | None = None) -> Endpoint:
         """Refused, or TimeoutError at `until`."""
         future: asyncio.Future[Endpoint] = self.loop.create_future()
+        self._notice(process)
         self._connecting.append((process, address, future))
         self.loop.in_world(self._delay(process.host, self._host_of(address)), self._try_connect, process, address, future)
         timer = None

@@ -286,9 +286,10 @@ def stand_ins(*, link: Callable[..., Any], channel: Callable[..., Any]) -> Itera
         "RENEW_S": VIEW_TTL_MS / 1e3 / 3,
         "host_id": lambda: here().host,
     }  # fmt: skip
+    clock = {"time": names["time"]}
     places = [(import_module(module), names) for module in MODULES]
     chance = {"os": SimpleNamespace(urandom=lambda n: here().random.randbytes(n))}
-    places.append((import_module("kvpool.master.state"), chance))
+    places += [(import_module("kvpool.master.state"), chance), (import_module("kvpool.master.redis_store"), clock)]
     before = [(module, name, getattr(module, name)) for module, new in places for name in new if hasattr(module, name)]
     for module, new in places:
         for name, value in new.items():

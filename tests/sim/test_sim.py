@@ -23,9 +23,9 @@ from kvpool.sim.memory import SimDram
 from kvpool.sim.network import Pool, Quality
 from kvpool.sim.plane import Plane
 from kvpool.sim.puts import Write
+from kvpool.sim.redis import RedisData
 from kvpool.sim.run import run
 from kvpool.sim.session import SimAgent
-from kvpool.sim.store import StoreData
 from kvpool.worker.tiers.base import TierError, Trouble
 from tests.sim.finding import SEEDS_TO_FIND, found, rough
 
@@ -255,7 +255,7 @@ def test_it_finds_a_worker_that_does_not_catch_up(monkeypatch: pytest.MonkeyPatc
 
 def test_it_finds_two_writers_of_one_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fencing: a store that takes what an old leader writes."""
-    monkeypatch.setattr(StoreData, "may_write", lambda self, owner, epoch: True)
+    monkeypatch.setattr(RedisData, "may_write", lambda self, owner, epoch: True)
     found("epoch", lambda seed: rough(seed, "master pause", "store pause", "worker kill", n_masters=2))
 
 
