@@ -12,5 +12,6 @@ collect_ignore_glob = [] if HAS_LMCACHE else ["test_*.py"]
 if HAS_LMCACHE:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what these say of a machine without a GPU is not ours to hear
-        for name in ("lmcache.v1.distributed.l2_adapters", "lmcache.v1.storage_backend.remote_backend", "kvpool.connectors.lmcache.l2"):
+        for name in ("lmcache.v1.distributed.l2_adapters", "lmcache.v1.storage_backend.remote_backend",
+                     "kvpool.connectors.lmcache.l2"):  # fmt: skip
             importlib.import_module(name)
