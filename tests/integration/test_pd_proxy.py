@@ -230,6 +230,28 @@ def test_no_decode_node_is_an_error_with_a_status_and_readiness_says_so() -> Non
     scenario(test)
 
 
+def test_the_only_decode_node_is_used_however_ill_it_seems() -> None:
+    async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
+        decode[0].behaviour.health = prefill[0].behaviour.health = 503
+        await proxy.until_metric("kvpool_pd_node_state", 2, role="decode")
+        await proxy.until_metric("kvpool_pd_node_state", 2, role="prefill")
+        answers = await asyncio.gather(*(proxy.complete(f"{i}{LONG}", stream=True) for i in range(4)))
+        assert [answer.text for answer in answers] == [expected(f"{i}{LONG}") for i in range(4)]
+        assert not prefill[0].asked  # that one can be done without
+        assert (await proxy.client.get("/readyz")).status_code == 200
+
+    scenario(test)
+
+
+def test_idle_nodes_take_turns() -> None:
+    async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
+        for i in range(6):
+            await proxy.complete(f"{i} {LONG}")
+        assert [len(engine.asked) for engine in (*prefill, *decode)] == [3, 3, 3, 3]
+
+    scenario(test, n_prefill=2, n_decode=2)
+
+
 def test_the_engines_own_refusal_is_passed_on() -> None:
     async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
         for engine in (*prefill, *decode):
@@ -367,7 +389,11 @@ def test_bad_requests_are_answered_with_the_field_that_is_wrong() -> None:
             for _ in range(30):
                 yield b"x" * 1_000
 
-        assert (await proxy.client.post("/v1/completions", content=pieces())).status_code == 413
+        assert (
+            await proxy.client.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+        ).status_code == 413
+        for other in ("text/plain", "application/x-www-form-urlencoded", ""):
+            assert (await proxy.ask("/v1/completions", {"prompt": "x"}, headers={"content-type": other})).status == 415
         for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
             answer = await proxy.client.request(method, path)
             assert answer.status_code == status and answer.json()["error"]["code"] == status
@@ -389,7 +415,9 @@ def test_bounds_on_requests_and_on_every_wait() -> None:
         await until(lambda: _running(decode[0], 0), what="they are given up")
 
         reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)  # half a request
         writer.close()
         await writer.wait_closed()

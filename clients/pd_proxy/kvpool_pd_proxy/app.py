@@ -37,8 +37,8 @@ class Proxy:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.prefill = Role("prefill", settings.prefill, settings)
-        self.decode = Role("decode", settings.decode, settings)
+        self.prefill = Role("prefill", settings.prefill, settings, indispensable=False)
+        self.decode = Role("decode", settings.decode, settings, indispensable=True)
         self.metrics = Metrics((self.prefill, self.decode), slo_ttft_s=settings.slo_ttft_s, slo_itl_s=settings.slo_itl_s)
         self.running = 0
 

@@ -23,6 +23,7 @@ class Breaker:
         self._next_open_s = open_s
         self._open_until_s = 0.0
         self._trial = False
+        self.gone = False  # when it failed last, nobody listened there
 
     def admits(self) -> bool:
         """Whether a request may go now. Changes nothing: `begin` claims."""
@@ -35,7 +36,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         """A request was answered. One that began before the breaker opened does not close it."""
-        self._failures = 0
+        self._failures, self.gone = 0, False
         if self.state is State.HALF_OPEN:
             self.state, self._trial, self._next_open_s = State.CLOSED, False, self._open_s
 
@@ -46,6 +47,7 @@ class Breaker:
     def failed(self, now_s: float, *, beyond_doubt: bool) -> bool:
         """`beyond_doubt`: nobody listens there. Returns whether this opened it."""
         self._failures += 1
+        self.gone = beyond_doubt
         if self.state is State.OPEN:
             return False
         if self.state is State.CLOSED and not beyond_doubt and self._failures < self._failures_max:
@@ -57,5 +59,6 @@ class Breaker:
 
     def probed(self, now_s: float) -> None:
         """The node's health check just succeeded."""
+        self.gone = False
         if self.state is State.OPEN and now_s >= self._open_until_s:
             self.state, self._trial, self._failures = State.HALF_OPEN, False, 0

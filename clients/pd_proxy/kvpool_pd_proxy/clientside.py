@@ -31,7 +31,10 @@ class ClientSide:
         self.route = ""
 
     async def body(self, *, bytes_max: int) -> bytes:
-        """All of it. BadRequest (413, 408, 411) or ClientGone."""
+        """All of it. BadRequest (415, 413, 408) or ClientGone."""
+        kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # a page in a browser may send other types to this machine without being asked first
+            raise BadRequest("content-type must be application/json", status=415)
         said = self.headers.get(b"content-length", b"0")
         too_long = BadRequest(f"the request is longer than {bytes_max} bytes", status=413)
         if said.isdigit() and int(said) > bytes_max:

@@ -173,6 +173,7 @@ class Exchange:
                     self._metrics.reused.inc()
                 return outcome
             except _Refused:
+                self._metrics.retries.labels("ids_refused").inc()
                 body = again
                 tried.discard(node.number)
             except NodeFailed as error:

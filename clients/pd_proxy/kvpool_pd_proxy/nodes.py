@@ -71,8 +71,8 @@ class Choice:
 class Role:
     """All nodes of one role."""
 
-    def __init__(self, name: str, urls: tuple[str, ...], settings: Settings) -> None:
-        self.name, self._settings = name, settings
+    def __init__(self, name: str, urls: tuple[str, ...], settings: Settings, *, indispensable: bool) -> None:
+        self.name, self._settings, self._indispensable = name, settings, indispensable
         self.affinity = Affinity(entries_max=settings.affinity_entries_max)
         self._turn = 0
         self.nodes = [self._node(i, url) for i, url in enumerate(urls)]
@@ -94,11 +94,16 @@ class Role:
         return Node(self.name, number, url, client, breaker)
 
     def choose(self, chain: Chain, *, without: set[int]) -> Choice | None:
-        """The node that has seen most of the prompt, if not much busier than the idlest; else the idlest. None: all are out."""
-        open_to = [node for node in self.nodes if node.number not in without and node.breaker.admits()]
+        """The node that has seen most of the prompt, if not much busier than the idlest; else the idlest. None: all are out.
+
+        Where a role is indispensable, one that only fails is better than none.
+        """
+        left = [node for node in self.nodes if node.number not in without]
+        open_to = [node for node in left if node.breaker.admits()]
+        if not open_to and self._indispensable:
+            open_to = [node for node in left if not node.breaker.gone]
         if not open_to:
             return None
-        self._turn += 1
         seen = self.affinity.matched(chain, len(self.nodes))
         idlest = min(open_to, key=lambda node: (node.in_flight, (node.number - self._turn) % len(self.nodes)))
         knowing = min(open_to, key=lambda node: (-seen[node.number], node.in_flight, node.number))
@@ -111,6 +116,7 @@ class Role:
     @contextmanager
     def using(self, node: Node) -> Iterator[None]:
         """Around one request to the node: counts it, and tells the breaker how it went. NodeFailed passes through."""
+        self._turn += 1
         node.in_flight += 1
         node.breaker.begin()
         try:
@@ -158,7 +164,7 @@ class Role:
 
     def ready(self) -> bool:
         """Whether one node would be given a request."""
-        return any(node.breaker.state is not State.OPEN for node in self.nodes)
+        return any(node.breaker.state is not State.OPEN or not node.breaker.gone for node in self.nodes)
 
     async def close(self) -> None:
         await asyncio.gather(*(node.client.aclose() for node in self.nodes))

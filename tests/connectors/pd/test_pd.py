@@ -7,6 +7,7 @@ is shared with what goes through the proxy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ import httpx
 import pytest
 
 from tests.connectors.pd.nodes import VllmNode, make_model
+from tests.connectors.vllm.engines import corrupt, stored
 from tests.support.cluster import Cluster
 from tests.support.pd_proxy import Answer, Proxy, running, until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -51,7 +54,16 @@ class Site:
     pool: Cluster
     prefill: VllmNode
     decode: VllmNode
-    alone: dict[int, str]  # texts of `ask_all` from one server
+
+    @contextlib.contextmanager
+    def pool_clients(self) -> Iterator[Any]:
+        """The pool for helpers that make clients of it; they are closed afterwards."""
+        clients = Cluster(self.pool.directory, n_workers=0)
+        clients.master_address = self.pool.master_address
+        try:
+            yield clients
+        finally:
+            clients.stop()
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +79,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             nodes.append(VllmNode(role, model, pool.master_address, log=directory / f"{role}.log"))
         for node in nodes:
             node.wait_healthy()
-        alone = asyncio.run(_alone(nodes[1]))
-        yield Site(pool, nodes[0], nodes[1], alone)
+        yield Site(pool, nodes[0], nodes[1])
     finally:
         for node in nodes:
             node.kill()
         pool.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(site: Site) -> dict[int, str]:
+    """Texts of `ask_all` from one server."""
+    return asyncio.run(_alone(site.decode))
 
 
 def prompt(i: int) -> str:
@@ -81,7 +98,7 @@ def prompt(i: int) -> str:
     return f"{i}: " + " ".join(chance.choice(WORDS) for _ in range(3 + 5 * i))
 
 
-def request(i: int, salt: str, *, stream: bool = True) -> tuple[str, dict[str, Any]]:
+def asked(i: int, salt: str, *, stream: bool = True) -> tuple[str, dict[str, Any]]:
     """Every second one is a chat. (path, body)"""
     body: dict[str, Any] = {"model": "model", "temperature": 0, "max_tokens": 8 + i % 24, "stream": stream, "cache_salt": salt}
     if i % 2:
@@ -91,7 +108,7 @@ def request(i: int, salt: str, *, stream: bool = True) -> tuple[str, dict[str, A
 
 
 async def ask_all(proxy: Proxy, salt: str) -> dict[int, Answer]:
-    answers = await asyncio.gather(*(proxy.ask(*request(i, salt)) for i in range(N_REQUESTS)))
+    answers = await asyncio.gather(*(proxy.ask(*asked(i, salt)) for i in range(N_REQUESTS)))
     return dict(enumerate(answers))
 
 
@@ -100,7 +117,8 @@ async def _alone(node: VllmNode) -> dict[int, str]:
     client.client = httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=300)
     async with client.client:
         answers = await ask_all(client, "alone")
-    assert all(answer.status == 200 and answer.text and answer.done for answer in answers.values())
+    wrong = {i: answer for i, answer in answers.items() if answer.status != 200 or not answer.text or not answer.done}
+    assert not wrong, wrong
     return {i: answer.text for i, answer in answers.items()}
 
 
@@ -116,12 +134,38 @@ def check(answers: dict[int, Answer], alone: dict[int, str]) -> None:
     assert all(answer.status == 200 and answer.error is None and answer.done for answer in answers.values())
 
 
-def test_32_streams_of_mixed_lengths_are_as_from_one_server(site: Site) -> None:
+def test_with_wrong_bytes_in_the_pool_the_texts_are_wrong(site: Site, request: pytest.FixtureRequest) -> None:
+    """So the blocks do come from the pool: equal texts alone would prove nothing, computing gives them too."""
+    chosen = range(28, N_REQUESTS)
+
+    async def run() -> dict[int, Answer]:
+        async with httpx.AsyncClient(base_url=site.prefill.url, trust_env=False, timeout=120) as client:
+            for i in chosen:
+                path, body = asked(i, "wrong bytes", stream=False)
+                assert (await client.post(path, json={**body, "max_tokens": 1})).status_code == 200
+        await asyncio.to_thread(spoil)
+        async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
+            return {i: await proxy.ask(*asked(i, "wrong bytes")) for i in chosen}
+
+    def spoil() -> None:
+        n_blocks = sum(len(prompt(i)) // BLOCK_TOKENS for i in chosen)
+        with site.pool_clients() as pool:
+            wait_until(lambda: stored(pool) >= n_blocks, timeout_s=120, what="saves have arrived")
+            assert corrupt(pool) >= n_blocks
+
+    answers = asyncio.run(run())
+    alone = request.getfixturevalue("alone")  # now, so that few blocks had to be spoiled
+    for i, answer in answers.items():
+        assert (answer.status, answer.route) == (200, "prefill")
+        assert answer.text != alone[i]
+
+
+def test_32_streams_of_mixed_lengths_are_as_from_one_server(site: Site, alone: dict[int, str]) -> None:
     async def run() -> None:
         before = site.decode.metric("vllm:external_prefix_cache_hits_total")
         async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
             answers = await ask_all(proxy, "two servers")
-            check(answers, site.alone)
+            check(answers, alone)
             n_long = sum(answer.route == "prefill" for answer in answers.values())
             assert n_long >= 20 and sum(answer.route == "short" for answer in answers.values()) == N_REQUESTS - n_long
             await proxy.until_metric("kvpool_pd_prompts_tokenised_once_total", n_long)
@@ -133,16 +177,16 @@ def test_32_streams_of_mixed_lengths_are_as_from_one_server(site: Site) -> None:
     asyncio.run(run())
 
 
-def test_whole_answers_and_log_probabilities_are_the_engines_own(site: Site) -> None:
+def test_whole_answers_and_log_probabilities_are_the_engines_own(site: Site, alone: dict[int, str]) -> None:
     async def run() -> None:
         async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
             for i in (20, 21):
-                path, body = request(i, "logprobs", stream=False)
+                path, body = asked(i, "logprobs", stream=False)
                 body |= {"logprobs": True, "top_logprobs": 3} if "messages" in body else {"logprobs": 3}
                 through = await proxy.ask(path, body)
                 async with httpx.AsyncClient(base_url=site.decode.url, trust_env=False, timeout=120) as client:
                     direct = (await client.post(path, json={**body, "cache_salt": "direct"})).json()
-                assert through.route == "prefill" and through.text == site.alone[i]
+                assert through.route == "prefill" and through.text == alone[i]
                 assert set(through.body) == set(direct)
                 assert through.body["choices"] == direct["choices"]
                 assert through.body["usage"] == direct["usage"]
@@ -179,7 +223,7 @@ def test_a_session_comes_back_to_the_node_with_its_blocks(site: Site) -> None:
 def test_a_client_that_leaves_frees_the_engine(site: Site) -> None:
     async def run() -> None:
         async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
-            path, body = request(30, "leaves")
+            path, body = asked(30, "leaves")
             body |= {"max_tokens": 3000, "ignore_eos": True}
 
             async def ask(got: asyncio.Event) -> None:
@@ -205,7 +249,7 @@ def test_a_client_that_leaves_frees_the_engine(site: Site) -> None:
     asyncio.run(run())
 
 
-def test_prefill_killed_half_way_changes_no_text(site: Site) -> None:
+def test_prefill_killed_half_way_changes_no_text(site: Site, alone: dict[int, str]) -> None:
     async def run() -> None:
         async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
 
@@ -217,7 +261,7 @@ def test_prefill_killed_half_way_changes_no_text(site: Site) -> None:
                 await asyncio.to_thread(site.prefill.kill)
 
             answers, _ = await asyncio.gather(ask_all(proxy, "killed"), kill())
-            check(answers, site.alone)
+            check(answers, alone)
             routes = [answer.route for answer in answers.values()]
             assert routes.count("prefill") >= 5 and routes.count("prefill_failed") + routes.count("no_prefill") >= 1, routes
             await proxy.until_metric("kvpool_pd_requests_total", N_REQUESTS, outcome="ok")
