@@ -145,7 +145,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks that wait for their save are referenced one by one, so the request itself need not be kept."""
-        return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids[0] if block_ids else ())
+        return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pins

@@ -9,8 +9,9 @@ or the preemption of their request.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from kvpool.client.holds import Hold
@@ -215,17 +216,18 @@ class SchedulerHalf:
         tables = output.kv_connector_block_state
         for request_id, n_tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            table = None if tables is None else tables.get_block_ids(request_id)
-            if tracked is None or table is None or request_id not in computed:
+            if tracked is None or tables is None or request_id not in computed:
                 continue
-            job = self._plan_save(namespace, tracked, table[0], computed[request_id] + n_tokens)
+            job = self._plan_save(namespace, tracked, partial(tables.get_block_ids, request_id), computed[request_id] + n_tokens)
             if job is not None:
                 yield job
 
-    def _plan_save(self, namespace: Namespace, tracked: _Tracked, block_ids: Sequence[int], n_tokens: int) -> SaveJob | None:
-        """The blocks of a request that are full after `n_tokens` and that nobody has saved."""
+    def _plan_save(self, namespace: Namespace, tracked: _Tracked, tables: Callable[[], Sequence[Sequence[int]] | None],
+                   n_tokens: int) -> SaveJob | None:  # fmt: skip
+        """The blocks of a request that are full after `n_tokens` and that nobody has saved. `tables`: its paged blocks, one
+        list a group; only asked when there is something to save."""
         chain = self._chain(tracked)
-        full = min(n_tokens // self.facts.block_tokens, len(chain), len(block_ids))
+        full = min(n_tokens // self.facts.block_tokens, len(chain))
         if not self.settings.save_decode:
             full = min(full, tracked.request.num_prompt_tokens // self.facts.block_tokens)
         if full <= max(tracked.saved, 0):
@@ -234,7 +236,9 @@ class SchedulerHalf:
             known = namespace.match(chain[:full], shards=self._shards, freshness="mirror")
             tracked.saved = known
         first = tracked.saved
-        ids = list(block_ids[first:full])
+        groups = tables()
+        ids = list(groups[0][first:full]) if groups else []
+        full = first + len(ids)
         if not ids or NULL_BLOCK in ids:  # blocks that have left a sliding window are gone
             tracked.saved = full
             return None
@@ -275,14 +279,14 @@ class SchedulerHalf:
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """What the client of the request is told, for whom it hands the prompt on to. `block_ids`: its paged blocks."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """What the client of the request is told, for whom it hands the prompt on to. `block_ids`: its paged blocks, by group."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
         self._drop_hold(tracked)
         if self._does_save and self.link.namespace is not None and request.status.name in _ENDED_WELL:
-            late = self._plan_save(self.link.namespace, tracked, block_ids, request.num_computed_tokens)
+            late = self._plan_save(self.link.namespace, tracked, lambda: block_ids, request.num_computed_tokens)
             if late is not None:
                 self._late.append(late)
         n = min(tracked.saved, request.num_prompt_tokens // self.facts.block_tokens)
