@@ -23,6 +23,7 @@ from typing import Final
 from kvpool.client.keyed import Keyed
 from kvpool.client.namespace import Namespace
 from kvpool.connectors.mooncake.config import log, say_once
+from kvpool.core.fetch import CALL_MS
 from kvpool.core.hashing import PrefixHashes
 from kvpool.core.types import HASH_BYTES, Key
 from kvpool.errors import KVPoolError
@@ -52,37 +53,39 @@ class Names:
     def __init__(self, namespace: Namespace, keyed: Keyed) -> None:
         self._namespace, self._keyed = namespace, keyed
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()  # digest of a key -> of the record that names it
         self.unnamed = 0  # values of the last listing that no record names
 
     def note(self, names: Sequence[str], digests: Sequence[bytes]) -> None:
         """Records the names that this process has not recorded yet. A record that is not stored costs listings, not the put."""
-        with self._lock:
-            fresh = [(name, digest) for name, digest in zip(names, digests, strict=True) if digest not in self._known]
-        if not fresh:
-            return
         try:
+            fresh = self._not_recorded(names, digests)
             for record, part in _records(fresh):
-                key = PrefixHashes(hashlib.sha256(record).digest(), chained=False)
-                put = self._namespace.put(key, [record], visibility="eventual", shard=SHARD_NAMES)
+                own = hashlib.sha256(record).digest()
+                put = self._namespace.put(PrefixHashes(own, chained=False), [record], visibility="eventual", shard=SHARD_NAMES)
                 if put.n_there:
-                    self._remember(part)
+                    self._remember(part, own)
                 else:
                     say_once("names", "names of keys could not be recorded (%s): listings will lack them", put.reasons[0])
         except KVPoolError as error:
             log.warning("names could not be recorded: %s", error)
 
-    def _remember(self, digests: Iterable[bytes]) -> None:
+    def _not_recorded(self, names: Sequence[str], digests: Sequence[bytes]) -> list[tuple[str, bytes]]:
+        """Those that no record of this process names; a record may have been evicted, or removed by somebody else."""
+        with self._lock:
+            record_of = {digest: self._known.get(digest, b"") for digest in digests}
+        records = sorted({record for record in record_of.values() if record})
+        deadline = time.monotonic() + CALL_MS / 1e3
+        places = self._keyed.locate(b"".join(records), deadline=deadline, shard=SHARD_NAMES) if records else []
+        there = {record for record, found in zip(records, places, strict=True) if found}
+        return [(name, digest) for name, digest in zip(names, digests, strict=True) if record_of[digest] not in there]
+
+    def _remember(self, digests: Iterable[bytes], record: bytes) -> None:
         with self._lock:
             for digest in digests:
-                self._known[digest] = None
+                self._known[digest] = record
             while len(self._known) > KNOWN_MAX:
                 self._known.popitem(last=False)
-
-    def forget_all(self) -> None:
-        """The records are gone."""
-        with self._lock:
-            self._known.clear()
 
     def listing(self, *, deadline: float) -> dict[str, bytes]:
         """Names of all values, with their digests. MasterUnavailable when the master does not answer."""

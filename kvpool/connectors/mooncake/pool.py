@@ -14,18 +14,20 @@ from typing import Final
 from kvpool.client.client import Client, connect
 from kvpool.client.keyed import KeyedHold
 from kvpool.connectors.mooncake.codes import INVALID_PARAMS, OBJECT_NOT_FOUND, OK, RPC_FAIL, code_of
-from kvpool.connectors.mooncake.config import say_once
+from kvpool.connectors.mooncake.config import log, say_once
 from kvpool.connectors.mooncake.memory import STAGING_BYTES_MAX, BufferHandle, Staging, gather, joined, scatter, view_of
 from kvpool.connectors.mooncake.names import NAME_BYTES_MAX, Names, digest_of, is_value
 from kvpool.core.fetch import CALL_MS, Candidates, transfer_ms
 from kvpool.core.hashing import PrefixHashes
 from kvpool.core.layout import KVLayout
 from kvpool.core.types import MAX_BLOCK_BYTES, MissCause, RemoveOutcome
-from kvpool.errors import InvalidArgument
+from kvpool.errors import InvalidArgument, KVPoolError
+from kvpool.transport.base import LinkError
 from kvpool.transport.copy_plan import split_by_bytes
 
 VALUE_BYTES_MAX: Final = MAX_BLOCK_BYTES  # 1 GiB, as one block: never visible in part
 LIST_MS: Final = 30_000  # of what looks at every key
+COPY_MS: Final = 60_000  # of copies within this process, which end by themselves
 GONE_S: Final = 5.0  # how long a key whose get failed does not exist for this store
 GONE_MAX: Final = 1 << 16
 UPSERT_TRIES: Final = 4  # another writer may put its value between our remove and our put
@@ -119,7 +121,11 @@ class Pool:
                 codes[index] = INVALID_PARAMS
         for start, stop in split_by_bytes(sizes, STAGING_BYTES_MAX, n_max=PART_KEYS):
             part = good[start:stop]
-            done = self._put_part([keys[i] for i in part], [values[i] for i in part], sizes[start:stop], replace=replace)
+            try:
+                done = self._put_part([keys[i] for i in part], [values[i] for i in part], sizes[start:stop], replace=replace)
+            except (KVPoolError, LinkError) as error:
+                log.warning("put: %s", error)
+                done = [RPC_FAIL] * len(part)
             for index, code in zip(part, done, strict=True):
                 codes[index] = code
         return codes
@@ -180,7 +186,12 @@ class Pool:
         good = [i for i, size in enumerate(sizes) if size > 0 and is_name(keys[i])]
         for start, stop in split_by_bytes([sizes[i] for i in good], STAGING_BYTES_MAX, n_max=PART_KEYS):
             part = good[start:stop]
-            done = self._get_part([keys[i] for i in part], [targets[i] for i in part], [sizes[i] for i in part], exact=exact)
+            try:
+                done = self._get_part([keys[i] for i in part], [targets[i] for i in part], [sizes[i] for i in part], exact=exact)
+            except (KVPoolError, LinkError) as error:
+                log.warning("get: %s", error)
+                done = [RPC_FAIL] * len(part)
+                self.gone.add([digest_of(keys[i]) for i in part])
             for index, code in zip(part, done, strict=True):
                 codes[index] = code
         return codes
@@ -198,12 +209,12 @@ class Pool:
                 outs[i] = buffer.data[at : at + sizes[i]]
                 at += sizes[i]
             got = self.keyed.get(b"".join(digests), outs, deadline=deadline)
-            codes = [self._code(got.sizes[i], got.got[i], got.misses[i], sizes[i] if exact or i in set(scattered) else 0)
-                     for i in range(len(keys))]  # fmt: skip
+            loose = set() if exact else set(range(len(keys))) - set(scattered)
+            codes = [self._code(got.sizes[i], got.got[i], got.misses[i], 0 if i in loose else sizes[i]) for i in range(len(keys))]
             for i in scattered:
                 out, target = outs[i], targets[i]
                 if codes[i] > 0 and out is not None and isinstance(target, tuple):
-                    scatter(out, [target], deadline=deadline)
+                    scatter(out, [target], deadline=_until(COPY_MS))
         finally:
             if buffer is not None:
                 self.staging.give(buffer)
@@ -255,9 +266,7 @@ class Pool:
 
     def remove_all(self) -> int:
         """How many values there were."""
-        removed = self.keyed.remove_all(deadline=_until(LIST_MS))
-        self.names.forget_all()
-        return sum(map(is_value, removed))
+        return sum(map(is_value, self.keyed.remove_all(deadline=_until(LIST_MS))))
 
     def listing(self) -> dict[str, bytes]:
         """Names and digests of all values that have a name."""
@@ -314,7 +323,7 @@ def _staged(buffer: memoryview, direct: list[memoryview | None], values: list[Se
             view = buffer[at : at + size]
             at += size
             if isinstance(value, tuple):
-                gather(view, [value], deadline=_until(transfer_ms(size)))
+                gather(view, [value], deadline=_until(COPY_MS))
             else:
                 end = 0
                 for part in value:
