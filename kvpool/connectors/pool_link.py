@@ -3,7 +3,7 @@
 Owns: opening (in the background, again and again), which namespace a configuration gets, and failures as values. Does not own
 what is stored: keys and bytes are each connector's.
 
-    absent ──thread: connect, open──▶ open ──the namespace was deleted, or is another one──▶ absent
+    absent ──keeper: connect, open──▶ open ──the namespace was deleted, or another pool is there──▶ opened again
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DEADLINE_MS: Final = 200.0  # what an engine's call may wait, before the bytes
 BYTES_PER_S: Final = 1e9  # how fast bytes must come at least: what a transfer may take beyond that
 ATTEMPT_MS: Final = 2_000.0  # for one attempt to connect
 PAUSE_S: Final = (0.1, 0.2, 0.5, 1.0)  # between attempts; the last one is repeated
+CHECK_S: Final = 5.0  # how often the keeper looks whether the namespace is still the same
 LOG_EVERY_S: Final = 10.0  # a failure that goes on is said again after this
 NAME_CHARS_MAX: Final = 96  # of a namespace, before what tells configurations apart
 IDENTITY_CHARS_MAX: Final = 512  # a layout's name has no more
@@ -82,7 +83,7 @@ def namespace_name(*parts: str) -> str:
 
 
 class PoolLink:
-    """Thread-safe. Close it: it has a thread while the pool is away, and a client."""
+    """Thread-safe. Close it: it has a thread and a client."""
 
     def __init__(self, settings: LinkSettings, *, name: str, identity: str, block_bytes: int, block_tokens: int,
                  log: logging.Logger) -> None:  # fmt: skip
@@ -93,72 +94,89 @@ class PoolLink:
         self._layout = kvpool.KVLayout.opaque(block_bytes=block_bytes, block_tokens=block_tokens, name=identity)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._look = threading.Event()  # the keeper should look at once
         self._opened = threading.Event()
         self._client: kvpool.Client | None = None
         self._namespace: kvpool.Namespace | None = None
-        self._opener: threading.Thread | None = None
+        self._is_beside = False  # another configuration has the name that was wanted
         self._said: dict[str, float] = {}
         self.failures = 0  # calls that ended with their default
-        self._open_again(None)
+        self._keeper = threading.Thread(target=self._keep, name="kvpool-keeper", daemon=True)
+        self._keeper.start()
         if settings.start_wait_ms and not self._opened.wait(settings.start_wait_ms / 1e3):
             self.warn("absent", "event=pool_absent namespace=%r: nothing is loaded or saved until it is there", name)
 
     # --- opening --------------------------------------------------------------------------------------------------------
 
-    def _open_again(self, lost: kvpool.Namespace | None) -> None:
-        with self._lock:
-            if self._closing.is_set() or self._opener is not None or (lost is not None and self._namespace is not lost):
-                return
-            self._namespace = None
-            self._opened.clear()
-            self._opener = threading.Thread(target=self._open, name="kvpool-open", daemon=True)
-            self._opener.start()
-
-    def _open(self) -> None:
-        attempt = 0
+    def _keep(self) -> None:
+        """The keeper's thread: opens the namespace, and then looks now and then whether it is still there and still the same."""
+        failed = 0
         while not self._closing.is_set():
             try:
-                namespace = self._attempt()
+                self._use(self._attempt(renewed=failed > 1))
+                failed = 0
             except KVPoolError as error:
-                self.warn("open", "event=pool_not_open namespace=%r reason=%s", self.name, error)
-            except Exception:
-                self.log.exception("event=pool_not_open namespace=%r", self.name)
-            else:
-                with self._lock:
-                    self._opener = None
-                    if not self._closing.is_set():
-                        self._namespace = namespace
-                        self._opened.set()
-                return
-            self._closing.wait(PAUSE_S[min(attempt, len(PAUSE_S) - 1)])
-            attempt += 1
-
-    def _attempt(self) -> kvpool.Namespace:
-        client = self._client
-        if client is None:
-            settings = self.settings
-            client = kvpool.connect(settings.master, token_file=settings.token_file, transport=settings.transport,  # type: ignore[arg-type]
-                                    deadline_ms=ATTEMPT_MS)  # fmt: skip
-            with self._lock:
+                failed += 1
                 if not self._closing.is_set():
-                    self._client = client
-            if self._client is not client:
-                client.close()
-                raise InvalidArgument("client: the connector was closed")
+                    self.warn("open", "event=pool_not_open namespace=%r reason=%s", self.name, error)
+            except Exception:
+                failed += 1
+                self.log.exception("event=pool_not_open namespace=%r", self.name)
+            self._look.wait(PAUSE_S[min(failed, len(PAUSE_S)) - 1] if failed else CHECK_S)
+            self._look.clear()
+
+    def _attempt(self, *, renewed: bool) -> tuple[kvpool.Client, kvpool.Namespace]:
+        """The namespace, of the client that there is; `renewed`: of a new one, since another pool may be at the address by now,
+        and a client does not listen to a master that began later than the one it knew."""
+        client = None if renewed else self._client
+        if client is not None:
+            return client, self._namespace_of(client)
+        settings = self.settings
+        client = kvpool.connect(settings.master, token_file=settings.token_file, transport=settings.transport,  # type: ignore[arg-type]
+                                deadline_ms=ATTEMPT_MS)  # fmt: skip
         try:
-            namespace = self._namespace_of(client, self.name)
-        except LayoutMismatch as error:
-            beside = f"{self.name}~{hashlib.sha256(self.identity.encode()).hexdigest()[:12]}"
-            self.log.warning("event=pool_separated namespace=%r: another configuration has %r, nothing is shared with it: %s",
-                             beside, self.name, error)  # fmt: skip
-            namespace = self._namespace_of(client, beside)
+            return client, self._namespace_of(client)
+        except BaseException:
+            client.close()
+            raise
+
+    def _use(self, found: tuple[kvpool.Client, kvpool.Namespace]) -> None:
+        client, namespace = found
+        with self._lock:
+            closing = self._closing.is_set()
+            before, news = self._client, self._namespace is not namespace
+            if not closing:
+                self._client, self._namespace = client, namespace
+                self._opened.set()
+        if closing and client is not before:
+            client.close()
+        if closing or not news:
+            return
         self.log.info("event=pool_open namespace=%r block_bytes=%d identity=%r", namespace.name, namespace.block_bytes,
                       self.identity)  # fmt: skip
-        return namespace
+        if before is not None and before is not client:
+            before.close()
 
-    def _namespace_of(self, client: kvpool.Client, name: str) -> kvpool.Namespace:
-        return client.namespace(name, self._layout, create=True, hash="external", replicas=self.settings.replicas,
-                                quota_bytes=self.settings.quota_bytes, deadline_ms=ATTEMPT_MS)  # fmt: skip
+    def _namespace_of(self, client: kvpool.Client) -> kvpool.Namespace:
+        try:
+            return self._open(client, self.name)
+        except LayoutMismatch as error:
+            if self._is_beside:
+                raise
+            beside = f"{self.name}~{self._layout.fingerprint.hex()[:12]}"
+            namespace = self._open(client, beside)
+            self.log.warning("event=pool_separated namespace=%r: another configuration has %r, nothing is shared with it: %s",
+                             beside, self.name, error)  # fmt: skip
+            self.name, self._is_beside = beside, True
+            return namespace
+
+    def _open(self, client: kvpool.Client, name: str) -> kvpool.Namespace:
+        settings = self.settings
+        try:
+            return client.namespace(name, self._layout, hash="external", deadline_ms=ATTEMPT_MS)
+        except (NamespaceNotFound, LayoutMismatch):  # asked to create it, the master says all that differs
+            return client.namespace(name, self._layout, create=True, hash="external", replicas=settings.replicas,
+                                    quota_bytes=settings.quota_bytes, deadline_ms=ATTEMPT_MS)  # fmt: skip
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
@@ -189,7 +207,7 @@ class PoolLink:
             return call(namespace)
         except NamespaceNotFound as error:
             self.warn("gone", "event=namespace_gone namespace=%r reason=%s: it is opened again", namespace.name, error)
-            self._open_again(namespace)
+            self._look.set()
         except KVPoolError as error:
             if not self._closing.is_set():
                 self.warn(what, "event=pool_call_failed call=%s namespace=%r reason=%s", what, namespace.name, error)
@@ -210,10 +228,11 @@ class PoolLink:
     def close(self) -> None:
         """Ends the client and its threads. Calls under way end with their default. Idempotent."""
         self._closing.set()
+        self._look.set()
         with self._lock:
-            client, opener = self._client, self._opener
+            client = self._client
             self._client = self._namespace = None
         if client is not None:
             client.close()
-        if opener is not None and opener is not threading.current_thread():
-            opener.join(timeout=ATTEMPT_MS / 1e3 + 1.0)
+        if self._keeper is not threading.current_thread():
+            self._keeper.join(timeout=ATTEMPT_MS / 1e3 + 1.0)

@@ -186,7 +186,8 @@ def test_all_fields_of_a_key_count(pool: Cluster, start: Callable[..., Engine]) 
     layer = key.split_layers(2)[0]
     assert not engine.connector.exists_sync(layer)
     assert engine.connector.remove_sync(key)
-    assert not engine.connector.exists_sync(key)
+    assert engine.backend.get_blocking(key) is None
+    wait_until(lambda: not engine.connector.exists_sync(key), what="events of the put may come after the removal")
     assert not engine.connector.remove_sync(key)
     drop([obj])
 

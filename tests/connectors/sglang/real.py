@@ -13,7 +13,7 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 SHELLS = ("triton", "torchvision", "IPython")
 
@@ -36,7 +36,7 @@ class _Nothing:
 
 
 class _Shell(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:

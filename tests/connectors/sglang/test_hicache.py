@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +27,17 @@ SLACK_S = 1.5  # what a call may take past its deadline on a busy machine
 
 
 class Engines:
-    """Backends of a test, closed at its end."""
+    """Backends of a test in namespaces of its own, closed at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
         self.made: list[Any] = []
 
     def start(self, master: str, pool: Any, *, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
         """A backend as the cache controller makes it: factory, then the host pool."""
         given = {"backend_name": "kvpool", "module_path": "kvpool.connectors.sglang_hicache",
-                 "class_name": "KVPoolHiCacheStorage", "interface_v1": 1, "master": master, "deadline_ms": PLENTY_MS}  # fmt: skip
+                 "class_name": "KVPoolHiCacheStorage", "interface_v1": 1, "master": master, "deadline_ms": PLENTY_MS,
+                 "namespace": self.prefix}  # fmt: skip
         config = real.config(extra_config=given | (extra or {}), **changes)
         backend = StorageBackendFactory.create_backend("dynamic", config, pool)
         self.made.append(backend)
@@ -42,9 +46,18 @@ class Engines:
         return backend
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Master of a pool for the tests that break nothing in it."""
+    directory: Path = tmp_path_factory.mktemp("pool")
+    cluster = Cluster(directory, n_workers=2).start()
+    yield cluster.master_address
+    cluster.stop()
+
+
 @pytest.fixture
-def engines() -> Iterator[Engines]:
-    made = Engines()
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    made = Engines(f"t{abs(hash(request.node.name)) % 10**8}")
     yield made
     for backend in made.made:
         backend.close()
@@ -70,12 +83,11 @@ def other_side(pool: Any, make: Callable[..., Any], **shape: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
-def test_pages_of_one_engine_reach_another_byte_by_byte(make_cluster: MakeCluster, engines: Engines, layout: str) -> None:
-    master = make_cluster(n_workers=2).master_address
+def test_pages_of_one_engine_reach_another_byte_by_byte(shared: str, engines: Engines, layout: str) -> None:
     pool_a = real.mha_pool(layout=layout)
     real.fill(pool_a, 1)
     pool_b = other_side(pool_a, real.mha_pool)
-    a, b = engines.start(master, pool_a), engines.start(master, pool_b)
+    a, b = engines.start(shared, pool_a), engines.start(shared, pool_b)
     keys = chain(6)
     assert b.batch_exists(keys) == 0
     assert b.batch_get_v1(keys, real.indices(pool_b, range(6))) == [False] * 6
@@ -92,11 +104,10 @@ def test_pages_of_one_engine_reach_another_byte_by_byte(make_cluster: MakeCluste
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_the_generic_calls_see_the_same_pages(make_cluster: MakeCluster, engines: Engines, layout: str) -> None:
-    master = make_cluster().master_address
+def test_the_generic_calls_see_the_same_pages(shared: str, engines: Engines, layout: str) -> None:
     pool = real.mha_pool(layout=layout)
     real.fill(pool, 2)
-    engine = engines.start(master, pool, extra={"interface_v1": 0})
+    engine = engines.start(shared, pool, extra={"interface_v1": 0})
     keys = chain(5)
     values = [pool.get_data_page(page * pool.page_size) for page in range(4)]
     assert engine.batch_set(keys[:4], values)
@@ -116,21 +127,20 @@ def test_the_generic_calls_see_the_same_pages(make_cluster: MakeCluster, engines
     assert [real.page_bytes(pool, 8 + i) for i in range(4)] == [real.page_bytes(pool, i) for i in range(4)]
 
 
-def test_mla_ranks_share_one_copy_and_other_ranks_have_their_own(make_cluster: MakeCluster, engines: Engines) -> None:
-    master = make_cluster().master_address
+def test_mla_ranks_share_one_copy_and_other_ranks_have_their_own(shared: str, engines: Engines) -> None:
     keys = chain(3)
     mla_0, mla_1 = real.mla_pool(), real.mla_pool()
     real.fill(mla_0, 3)
-    writer = engines.start(master, mla_0, is_mla_model=True, tp_size=2, tp_rank=0, model_name="mla")
-    reader = engines.start(master, mla_1, is_mla_model=True, tp_size=2, tp_rank=1, model_name="mla")
+    writer = engines.start(shared, mla_0, is_mla_model=True, tp_size=2, tp_rank=0, model_name="mla")
+    reader = engines.start(shared, mla_1, is_mla_model=True, tp_size=2, tp_rank=1, model_name="mla")
     assert writer.batch_set_v1(keys, real.indices(mla_0, range(3))) == [True] * 3
     assert reader.batch_get_v1(keys, real.indices(mla_1, range(3))) == [True] * 3
     assert [real.page_bytes(mla_1, i) for i in range(3)] == [real.page_bytes(mla_0, i) for i in range(3)]
     rank_0, rank_1 = real.mha_pool(), real.mha_pool()
     real.fill(rank_0, 4)
     real.fill(rank_1, 5)
-    first = engines.start(master, rank_0, tp_size=2, tp_rank=0)
-    second = engines.start(master, rank_1, tp_size=2, tp_rank=1)
+    first = engines.start(shared, rank_0, tp_size=2, tp_rank=0)
+    second = engines.start(shared, rank_1, tp_size=2, tp_rank=1)
     assert first.batch_set_v1(keys, real.indices(rank_0, range(3))) == [True] * 3
     assert second.batch_exists(keys) == 0, "another rank's heads"
     assert second.batch_set_v1(keys, real.indices(rank_1, range(3))) == [True] * 3
@@ -151,15 +161,14 @@ def test_mla_ranks_share_one_copy_and_other_ranks_have_their_own(make_cluster: M
     ],
 )
 def test_two_configurations_never_mix_and_the_log_says_what_differs(
-    make_cluster: MakeCluster, engines: Engines, caplog: pytest.LogCaptureFixture, what: str, shape: dict[str, Any],
+    shared: str, engines: Engines, caplog: pytest.LogCaptureFixture, what: str, shape: dict[str, Any],
     changes: dict[str, Any], extra: dict[str, Any]) -> None:  # fmt: skip
-    master = make_cluster().master_address
     pool_a, pool_b = real.mha_pool(), real.mha_pool(**shape)
     real.fill(pool_a, 6)
     real.fill(pool_b, 7)
-    a = engines.start(master, pool_a)
+    a = engines.start(shared, pool_a)
     with caplog.at_level(logging.WARNING, logger="kvpool.sglang"):
-        b = engines.start(master, pool_b, extra=extra, **changes)
+        b = engines.start(shared, pool_b, extra=extra, **changes)
     keys = chain(3)
     assert a.batch_set_v1(keys, real.indices(pool_a, range(3))) == [True] * 3
     before = [real.page_bytes(pool_b, i) for i in range(3)]
@@ -176,11 +185,10 @@ def test_two_configurations_never_mix_and_the_log_says_what_differs(
     assert f"{what}=" in said[0]
 
 
-def test_a_value_of_the_wrong_size_is_no_page(make_cluster: MakeCluster, engines: Engines) -> None:
-    cluster = make_cluster()
+def test_a_value_of_the_wrong_size_is_no_page(shared: str, engines: Engines) -> None:
     pool = real.mha_pool()
     real.fill(pool, 8)
-    engine = engines.start(cluster.master_address, pool)
+    engine = engines.start(shared, pool)
     keys = chain(3)
     store = engine._stores["kv"]
     short = store.pages.hashes(keys)
@@ -281,9 +289,29 @@ def test_a_pool_that_is_absent_at_start_is_used_when_it_comes(make_cluster: Make
     assert [real.page_bytes(pool, 5 + i) for i in range(3)] == [real.page_bytes(pool, i) for i in range(3)]
 
 
-def test_a_closed_backend_finds_nothing_and_does_not_raise(make_cluster: MakeCluster, engines: Engines) -> None:
+def test_another_pool_at_the_same_address_is_used(make_cluster: MakeCluster, engines: Engines) -> None:
+    """The pool was set up anew: its master counts from the beginning and knows no namespace."""
+    cluster = make_cluster()
     pool = real.mha_pool()
-    engine = engines.start(make_cluster().master_address, pool)
+    real.fill(pool, 16)
+    engine = engines.start(cluster.master_address, pool, extra={"deadline_ms": 500})
+    keys, where = chain(3), real.indices(pool, range(3))
+    wait_until(lambda: engine.batch_set_v1(keys, where) == [True] * 3)
+    assert cluster.master is not None
+    cluster.worker().kill()
+    cluster.master.kill()
+    for name in ("master", "worker-0"):
+        shutil.rmtree(cluster.directory / name)
+    cluster.start_master()
+    cluster.start_worker(0)
+    wait_until(lambda: engine.batch_set_v1(keys, where) == [True] * 3, timeout_s=40)
+    assert engine.batch_get_v1(keys, real.indices(pool, range(5, 8))) == [True] * 3
+    assert [real.page_bytes(pool, 5 + i) for i in range(3)] == [real.page_bytes(pool, i) for i in range(3)]
+
+
+def test_a_closed_backend_finds_nothing_and_does_not_raise(shared: str, engines: Engines) -> None:
+    pool = real.mha_pool()
+    engine = engines.start(shared, pool)
     keys, where = chain(2), real.indices(pool, range(2))
     assert engine.batch_set_v1(keys, where) == [True] * 2
     engine.close()
@@ -292,10 +320,9 @@ def test_a_closed_backend_finds_nothing_and_does_not_raise(make_cluster: MakeClu
     assert engine.batch_set_v1(keys, where) == [False] * 2
 
 
-def test_clear_removes_the_pages_of_this_configuration_alone(make_cluster: MakeCluster, engines: Engines) -> None:
-    master = make_cluster().master_address
+def test_clear_removes_the_pages_of_this_configuration_alone(shared: str, engines: Engines) -> None:
     pool_a, pool_b = real.mha_pool(), real.mha_pool()
-    a, b = engines.start(master, pool_a), engines.start(master, pool_b, model_name="other")
+    a, b = engines.start(shared, pool_a), engines.start(shared, pool_b, model_name="other")
     keys = chain(4)
     where = real.indices(pool_a, range(4))
     assert a.batch_set_v1(keys, where) == b.batch_set_v1(keys, where) == [True] * 4
@@ -305,12 +332,11 @@ def test_clear_removes_the_pages_of_this_configuration_alone(make_cluster: MakeC
     assert a.batch_set_v1(keys, real.indices(pool_a, range(4))) == [True] * 4
 
 
-def test_many_threads_at_once_get_only_what_was_put(make_cluster: MakeCluster, engines: Engines) -> None:
-    master = make_cluster(n_workers=2).master_address
+def test_many_threads_at_once_get_only_what_was_put(shared: str, engines: Engines) -> None:
     pools = [real.mha_pool(pages=64) for _ in range(2)]
     for seed, pool in enumerate(pools):
         real.fill(pool, 20)  # the same bytes in both: whoever puts a page first, it has these
-    backends = [engines.start(master, pool) for pool in pools]
+    backends = [engines.start(shared, pool) for pool in pools]
     failures: list[str] = []
 
     def work(thread: int) -> None:
@@ -333,10 +359,10 @@ def test_many_threads_at_once_get_only_what_was_put(make_cluster: MakeCluster, e
     assert not failures, failures[:5]
 
 
-def test_a_chain_that_is_continued_keeps_its_place(make_cluster: MakeCluster, engines: Engines) -> None:
+def test_a_chain_that_is_continued_keeps_its_place(shared: str, engines: Engines) -> None:
     pool = real.mha_pool()
     real.fill(pool, 13)
-    engine = engines.start(make_cluster().master_address, pool)
+    engine = engines.start(shared, pool)
     keys = chain(8)
     later = HiCacheStorageExtraInfo(prefix_keys=keys[:4])
     assert engine.batch_set_v1(keys[:4], real.indices(pool, range(4)), HiCacheStorageExtraInfo(prefix_keys=[])) == [True] * 4
@@ -346,12 +372,11 @@ def test_a_chain_that_is_continued_keeps_its_place(make_cluster: MakeCluster, en
     assert [real.page_bytes(pool, 8 + i) for i in range(8)] == [real.page_bytes(pool, i) for i in range(8)]
 
 
-def test_a_second_pool_of_a_hybrid_model(make_cluster: MakeCluster, engines: Engines) -> None:
-    master = make_cluster().master_address
+def test_a_second_pool_of_a_hybrid_model(shared: str, engines: Engines) -> None:
     kv, swa = real.mha_pool(), real.mha_pool(layers=1)
     real.fill(kv, 14)
     real.fill(swa, 15)
-    engine = engines.start(master, kv)
+    engine = engines.start(shared, kv)
     engine.register_mem_host_pool_v2(swa, PoolName.SWA)
     keys = chain(6)
     assert engine.batch_set_v1(keys[:5], real.indices(kv, range(5))) == [True] * 5
@@ -373,17 +398,16 @@ def test_a_second_pool_of_a_hybrid_model(make_cluster: MakeCluster, engines: Eng
     assert engine.batch_exists_v2(keys, [unknown]).kv_hit_pages == 0
 
 
-def test_metrics_are_the_engines_own(make_cluster: MakeCluster, engines: Engines) -> None:
+def test_metrics_are_the_engines_own(shared: str, engines: Engines) -> None:
     pool = real.mha_pool()
-    master = make_cluster().master_address
-    engine = engines.start(master, pool, enable_storage_metrics=True)
+    engine = engines.start(shared, pool, enable_storage_metrics=True)
     keys, where = chain(3), real.indices(pool, range(3))
     assert engine.batch_set_v1(keys, where) == engine.batch_get_v1(keys, where) == [True] * 3
     stats = engine.get_stats()
     assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [3])
     assert stats.prefetch_bandwidth[0] > 0
     assert engine.get_stats().prefetch_pgs == []
-    assert engines.start(master, real.mha_pool()).get_stats() is None
+    assert engines.start(shared, real.mha_pool()).get_stats() is None
 
 
 @pytest.mark.parametrize(
