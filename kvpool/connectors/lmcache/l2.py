@@ -173,19 +173,19 @@ class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         n = len(keys)
         there = [index for index in range(n) if found[index] or found[n + index]]
         bitmap.batched_set(there)
-        self._hold([(keys[i], typed[i] if found[i] else plain[i]) for i in there])
+        self._hold([(keys[i], typed[i] if found[i] else plain[i]) for i in there], until)
         if there:
             self._notify_keys_accessed([keys[i] for i in there])
         return bitmap
 
-    def _hold(self, there: Sequence[tuple[Any, bytes]]) -> None:
+    def _hold(self, there: Sequence[tuple[Any, bytes]], until: float) -> None:
         """Holds the keys, run after run: a hold ends at the first block that its worker does not promise."""
         at = 0
         for _ in range(HOLD_RUNS_MAX):
-            if at >= len(there) or len(self._locks) > LOCKS_MAX:
+            ms = (until - time.monotonic()) * 1e3
+            if at >= len(there) or len(self._locks) > LOCKS_MAX or ms <= 0:
                 return
             hashes = kvpool.PrefixHashes(packed(digest for _, digest in there[at:]))
-            ms = self._link.deadline_ms()
             hold = self._link.ask("hold", lambda ns, h=hashes, ms=ms: ns.hold(h, ttl_ms=HOLD_TTL_MS, deadline_ms=ms), None)  # type: ignore[misc]
             if hold is None:
                 return

@@ -114,7 +114,7 @@ class KVPoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """The same, on the caller's thread."""
-        return self._present([key])[0]
+        return self._present([key], self._until())[0]
 
     def support_batched_contains(self) -> bool:
         return True
@@ -131,8 +131,12 @@ class KVPoolConnector(RemoteConnector):  # type: ignore[misc]
         del lookup_id, pin
         return await self._on_thread(self.batched_contains, keys, default=0)
 
-    def _present(self, keys: Sequence[CacheEngineKey]) -> list[bool]:
-        digests, until = packed(map(engine_key_digest, keys)), time.monotonic() + self._link.deadline_ms() / 1e3
+    def _until(self, n_chunks: int = 0) -> float:
+        """When a call that begins now and moves so many chunks must have ended."""
+        return time.monotonic() + self._link.deadline_ms(n_chunks * self.full_chunk_size_bytes) / 1e3
+
+    def _present(self, keys: Sequence[CacheEngineKey], until: float) -> list[bool]:
+        digests = packed(map(engine_key_digest, keys))
         found = self._link.ask("exists", lambda ns: ns.keyed().locate(digests, deadline=until), None)
         return [False] * len(keys) if found is None else [bool(places) for places in found]
 
@@ -160,15 +164,16 @@ class KVPoolConnector(RemoteConnector):  # type: ignore[misc]
 
     def _get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         found: list[MemoryObj | None] = [None] * len(keys)
-        there = [index for index, present in enumerate(self._present(keys)) if present]
+        until = self._until(len(keys))
+        there = [index for index, present in enumerate(self._present(keys, until)) if present]
         if there:
             digests = [engine_key_digest(keys[index]) for index in there]
             read = self._get_plain if self._plain else self._get_described
-            for index, obj in zip(there, read(digests), strict=True):
+            for index, obj in zip(there, read(digests, until), strict=True):
                 found[index] = obj
         return found
 
-    def _get_plain(self, digests: Sequence[bytes]) -> list[MemoryObj | None]:
+    def _get_plain(self, digests: Sequence[bytes], until: float) -> list[MemoryObj | None]:
         objs: list[MemoryObj] = []
         for _ in digests:
             obj = self._allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
@@ -176,7 +181,6 @@ class KVPoolConnector(RemoteConnector):  # type: ignore[misc]
                 break
             objs.append(obj)
         outs = [bytes_of(obj).data for obj in objs]
-        until = time.monotonic() + self._link.deadline_ms(sum(out.nbytes for out in outs)) / 1e3
         hashes = packed(digests[: len(objs)])
         got = self._link.ask("get", lambda ns: ns.keyed().get(hashes, outs, deadline=until), None)
         found: list[MemoryObj | None] = [None] * len(digests)
@@ -199,10 +203,9 @@ class KVPoolConnector(RemoteConnector):  # type: ignore[misc]
             np.copyto(bytes_of(part), bytes_of(obj)[:size])
         return part
 
-    def _get_described(self, digests: Sequence[bytes]) -> list[MemoryObj | None]:
+    def _get_described(self, digests: Sequence[bytes], until: float) -> list[MemoryObj | None]:
         """Values that say themselves what they are: the head of all, then each one's bytes straight into its object."""
         n_head = self.remote_metadata_bytes
-        until = time.monotonic() + self._link.deadline_ms(self.full_chunk_size_bytes * len(digests)) / 1e3
         heads = [bytearray(n_head) for _ in digests]
         outs = [memoryview(head) for head in heads]
         got = self._link.ask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import select
@@ -17,6 +18,7 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
+from lmcache.v1.distributed.l2_adapters.config import add_l2_adapters_args, parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
@@ -164,6 +166,15 @@ def test_objects_of_one_server_reach_another_byte_by_byte(pool: Cluster, start: 
     assert b.load(keys[:1], targets[4:]) == [True]
     assert content(targets[4:]) == content(objs[:1])
     assert a.adapter.get_usage().total_bytes_used == 4 * size
+
+
+def test_the_configuration_file_is_what_lmcache_takes(pool: Cluster, start: Callable[..., L2]) -> None:
+    text = (Path(__file__).parents[3] / "clients" / "lmcache" / "l2.json").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    add_l2_adapters_args(parser)
+    (config,) = parse_args_to_l2_adapters_config(parser.parse_args(["--l2-adapter", text])).adapters
+    assert isinstance(config, PluginL2AdapterConfig)
+    assert start(pool.master_address, **(config.adapter_params | {"master": pool.master_address})).lookup(keys_of(1)) == [False]
 
 
 def test_a_gap_is_one_object_and_not_the_rest(pool: Cluster, start: Callable[..., L2]) -> None:

@@ -152,6 +152,15 @@ def test_chunks_of_one_engine_reach_another_byte_by_byte(pool: Cluster, start: C
     drop([*got, one, *leading, *objs])
 
 
+def test_the_configuration_file_is_what_lmcache_takes(pool: Cluster, start: Callable[..., Engine]) -> None:
+    config = LMCacheEngineConfig.from_file(str(Path(__file__).parents[3] / "clients" / "lmcache" / "lmcache.yaml"))
+    assert config.remote_storage_plugins == ["kvpool"]
+    given = {key.rpartition(".")[2]: value for key, value in config.extra_config.items()}
+    engine = start(pool.master_address, class_name=given.pop("class_name"), extra=given | {"master": pool.master_address})
+    assert engine.connector._link.settings.deadline_ms == 200
+    assert engine.run(engine.connector.ping()) == 0
+
+
 def test_a_gap_is_one_chunk_and_not_the_rest(pool: Cluster, start: Callable[..., Engine]) -> None:
     engine = start(pool.master_address)
     keys, objs = engine.keys(4), engine.chunks(4, seed=2)

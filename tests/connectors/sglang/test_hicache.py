@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
@@ -101,6 +102,13 @@ def test_pages_of_one_engine_reach_another_byte_by_byte(shared: str, engines: En
     assert a.batch_set_v1(keys[:5], real.indices(pool_a, [1] * 5)) == [True] * 5, "there already: the first bytes stay"
     assert b.batch_get_v1(keys[:1], real.indices(pool_b, [0])) == [True]
     assert real.page_bytes(pool_b, 0) == real.page_bytes(pool_a, 9)
+
+
+def test_the_configuration_file_is_what_the_factory_takes(shared: str, engines: Engines) -> None:
+    file = Path(__file__).parents[3] / "clients" / "sglang" / "kvpool.json"
+    engine = engines.start(shared, real.mha_pool(), extra=json.loads(file.read_text(encoding="utf-8")) | {"master": shared})
+    assert engine.batch_exists(chain(1)) == 0
+    assert engine._stores["kv"].link.settings.deadline_ms == 200
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
