@@ -21,9 +21,9 @@ Candidate = tuple[int, int]  # (peer, Tiers)
 Candidates = tuple[Candidate, ...]
 CostOf = Callable[[int], int | MissCause]  # of a peer; a MissCause: it cannot be used now, and why
 
-SSD_COST: Final = 4  # against DRAM; less than the cost of leaving the host
-REMOTE_COST: Final = 10  # of a peer on another host; 0 on the own one
-SUSPECT_COST: Final = 100  # a worker whose heartbeats are late is the last choice
+SSD_COST: Final = 64  # against DRAM; less than the cost of leaving the host
+REMOTE_COST: Final = 160  # of a peer on another host; 0 on the own one
+SUSPECT_COST: Final = 1600  # a worker whose heartbeats are late is the last choice
 ROUNDS_MAX: Final = 8  # a get that is sent on from replica to replica ends here, whatever the deadline
 
 # Which of several causes is told: the first of these that any replica gave.

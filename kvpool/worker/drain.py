@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_KEYS: Final = 8192  # of one question: some ms of the master's loop
+MOVE_S: Final = 2.0  # for one batch, beside its bytes
 ROOMS_S: Final = 0.5  # then the others' room is asked anew: as often as they tell it
 RETRY_S: Final = 1.0  # after a look that failed, or found nobody with room
 RESCAN_S: Final = 5.0  # an empty worker looks again: another's copy may have been evicted
@@ -65,7 +66,7 @@ class Drainer:
         self._progress = Progress()
         # of the thread alone:
         self._elsewhere = Elsewhere(node.worker_id, token=token, master=master)
-        self._sender = Sender(node, token=token, purpose="drain")
+        self._sender = Sender(node, token=token, purpose="drain", patience_s=MOVE_S)
         self._anybody = False  # had room, when last asked for
 
     # --- wishes ---------------------------------------------------------------------------------------------------------

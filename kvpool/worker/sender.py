@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEND_S: Final = 2.0  # for one batch, and its bytes at SLOWEST_BYTES a second
+CALL_S: Final = 2.0  # for a question
 SLOWEST_BYTES: Final = 100_000_000
 AGAIN_S: Final = 0.25  # a worker that could not take a batch yet is left alone for so long
 AVOID_S: Final = 2.0  # a worker that failed, for so long
@@ -39,9 +39,11 @@ _THERE: Final = (int(BlockCode.STORED), int(BlockCode.ALREADY), int(BlockCode.UN
 
 
 class Sender:
-    """For one thread, `close` for any. `purpose` is told to the other workers. `trouble`: the last failure in words."""
+    """For one thread, `close` for any. `purpose` is told to the other workers. `patience_s`: for one batch, beside its bytes at
+    SLOWEST_BYTES a second. `trouble`: the last failure in words."""
 
-    def __init__(self, node: Node, *, token: str, purpose: str) -> None:
+    def __init__(self, node: Node, *, token: str, purpose: str, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._node = node
         self.host_id = host_id()
         self._options = LinkOptions(token=token, client=f"{purpose} of {node.worker_id}", host_id=self.host_id)
@@ -57,7 +59,7 @@ class Sender:
     def send(self, target: pb.HolderInfo, part: Sequence[Block]) -> tuple[list[Block], list[Block]] | None:
         """Leading blocks of a part of one chain to this worker, as far as they are still here. -> (taken, of these the ones that
         the target has now); nothing taken: the first one is gone. None: the target cannot be used now."""
-        deadline = time.monotonic() + SEND_S + sum(block.size for block in part) / SLOWEST_BYTES
+        deadline = time.monotonic() + self._patience_s + sum(block.size for block in part) / SLOWEST_BYTES
         with self._taken(part, deadline) as (blocks, views, fence):
             if not blocks:
                 return [], []
@@ -70,7 +72,7 @@ class Sender:
 
     def bytes_out(self, target: pb.HolderInfo) -> int:
         """What that worker has sent to others since its start. Raises KVPoolError when it does not say."""
-        deadline = time.monotonic() + SEND_S
+        deadline = time.monotonic() + CALL_S
         try:
             return int(self._link(target, deadline).stat(deadline=deadline).get("bytes_out", 0))
         except KVPoolError as error:

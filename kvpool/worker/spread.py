@@ -39,6 +39,8 @@ LOOK_S: Final = 1.0  # how often the link is looked at, and whether somebody has
 ROOMS_S: Final = 1.0  # then the others are asked for anew
 LOOK_KEYS: Final = 8192  # of one question to the master: some ms of its loop
 SETTLE_S: Final = 5.0  # after a change of workers the master's index is waited for: one that is back reports what it has
+PART_BYTES: Final = 2 << 20  # sent at a time: over a link that is full, a part must come through in PART_S
+PART_S: Final = 20.0
 CLOSE_S: Final = 2.0
 HOT_AT: Final = 0.6  # of what the link carries: above it readers begin to wait for each other
 
@@ -51,7 +53,7 @@ class Spreader:
         self._node, self._master, self._load = node, master, load
         self._pace, self._on = Pace(rate_bytes), rate_bytes > 0
         self._elsewhere = Elsewhere(node.worker_id, token=token, master=master)
-        self._sender = Sender(node, token=token, purpose="copies")
+        self._sender = Sender(node, token=token, purpose="copies", patience_s=PART_S)
         self._wake = threading.Condition()
         self._asked: deque[tuple[KeyBatch, str]] = deque()
         self._closed = False
@@ -252,7 +254,7 @@ class Spreader:
         part: list[Block] = []
         n_bytes = 0
         for block in blocks:
-            if part and n_bytes + block.size > self._pace.batch_bytes:
+            if part and n_bytes + block.size > min(PART_BYTES, self._pace.batch_bytes):
                 yield part
                 part, n_bytes = [], 0
             part.append(block)
