@@ -30,6 +30,7 @@ from tests.connectors.vllm.engines import (
     last_prompt,
     prompt,
     stored,
+    transfer_to,
 )
 from tests.support.waiting import wait_until
 
@@ -88,8 +89,7 @@ def test_prefix_caching_off_beside_another_connector(make_cluster: Callable[...,
                                                      reference: Reference, tmp_path: Path) -> None:  # fmt: skip
     """Under MultiConnector, whose other child saves to files."""
     cluster = make_cluster()
-    ours = {"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool.connectors.vllm", "kv_role": "kv_both",
-            "kv_load_failure_policy": "fail", "kv_connector_extra_config": {"master": cluster.master_address}}  # fmt: skip
+    ours = transfer_to(cluster.master_address)
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer",
              "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")}}  # fmt: skip
     both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
@@ -183,7 +183,7 @@ def test_preemption_under_a_small_cache(make_cluster: Callable[..., Any], start_
     wanted = alone.generate(prompts, max_tokens=100)
     alone.stop()
     cluster = make_cluster()
-    engine = start_engine(cluster.master_address, num_gpu_blocks_override=20)
+    engine = start_engine(cluster.master_address, num_gpu_blocks_override=20, max_model_len=512)
     found = engine.generate(prompts, max_tokens=100, together=True)
     metrics = engine.metrics()
     print("metrics", metrics, "apart", max(abs(a - b) for x, y in zip(found, wanted) for a, b in zip(x.logprobs, y.logprobs)))
