@@ -99,7 +99,7 @@ class AsyncPutSession:
 
 
 class AsyncNamespace:
-    """See `namespace.Namespace`: the same names, arguments and errors."""
+    """See `namespace.Namespace`: the same names, arguments and errors; but `keyed`, for engines' connectors, which block."""
 
     def __init__(self, threads: _Threads, namespace: Namespace) -> None:
         self._threads, self._blocking = threads, namespace
@@ -167,6 +167,9 @@ class AsyncClient:
 
     async def namespace(self, name: str, layout: KVLayout, **kwargs: Any) -> AsyncNamespace:
         return AsyncNamespace(self._threads, await self._threads.run(self._blocking.namespace, name, layout, **kwargs))
+
+    async def layouts(self, **kwargs: Any) -> dict[str, KVLayout]:
+        return await self._threads.run(self._blocking.layouts, **kwargs)
 
     async def describe(self, **kwargs: Any) -> dict[str, Any]:
         return await self._threads.run(self._blocking.describe, **kwargs)

@@ -619,6 +619,6 @@ def test_the_async_face_has_every_name_of_the_blocking_one() -> None:
     def public(cls: type) -> set[str]:
         return {name for name in dir(cls) if not name.startswith("_")}
 
-    assert public(kvpool.Namespace) - {"block_bytes", "replicas"} <= public(kvpool.aio.AsyncNamespace)
+    assert public(kvpool.Namespace) - {"block_bytes", "replicas", "keyed"} <= public(kvpool.aio.AsyncNamespace)
     assert public(kvpool.Client) <= public(kvpool.aio.AsyncClient)
     assert public(kvpool.PutSession) - {"n_blocks"} <= public(kvpool.aio.AsyncPutSession)
