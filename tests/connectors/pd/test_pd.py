@@ -23,7 +23,7 @@ from tests.support.cluster import Cluster
 from tests.support.pd_proxy import Answer, Proxy, running, until
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)  # the servers' start is the first test's
 
 BLOCK_TOKENS = 32
 MIN_TOKENS = 128

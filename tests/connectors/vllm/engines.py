@@ -248,13 +248,13 @@ def corrupt(cluster: Any) -> int:
             blocks = []
             for one in hashes:
                 out = bytearray(layout.block_bytes)
-                got = namespace.get(PrefixHashes(one, chained=False), [out], shard=shard)
+                got = namespace.get(PrefixHashes(one, chained=False), [out], shard=shard, deadline_ms=CORRUPT_MS)
                 assert got.n_blocks == 1, got
                 blocks.append(bytes(out[: got.sizes[0]]))
             for one, other in zip(hashes, blocks[1:] + blocks[:1], strict=True):
                 key = PrefixHashes(one, chained=False)
-                namespace.remove(key, shard=shard)
-                put = namespace.put(key, [other], shard=shard)
+                namespace.remove(key, shard=shard, deadline_ms=CORRUPT_MS)
+                put = namespace.put(key, [other], shard=shard, deadline_ms=CORRUPT_MS)
                 assert put.n_there == 1, put
                 n += 1
     return n
