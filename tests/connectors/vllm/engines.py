@@ -21,6 +21,7 @@ from tests.support.processes import cli_env
 BLOCK = 32  # the smallest that vLLM's CPU attention takes
 START_S = 600.0
 ANSWER_S = 300.0
+CORRUPT_MS = 30_000  # for one block, on a machine with other work
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
     "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
