@@ -19,7 +19,7 @@ def sim(
     seed, the command that replays it and the story of the block are printed.
     """
     try:
-        from kvpool.sim.run import main, print_out
+        from kvpool.sim.run import jobs_for, main, print_out
     except ImportError as error:
         if error.name != "greenlet":
             raise
@@ -27,4 +27,4 @@ def sim(
     if (seeds is None) == (seed is None):
         raise ConfigError("give either --seeds N or --seed S")
     which = range(seeds) if seeds is not None else range(seed or 0, (seed or 0) + 1)
-    raise typer.Exit(main(which, say=print_out))
+    raise typer.Exit(main(which, say=print_out, jobs=jobs_for(which)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvpool.sim.run import main, print_out
+from kvpool.sim.run import jobs_for, main, print_out
 
 
 def parse(arguments: list[str]) -> range:
@@ -19,4 +19,5 @@ def parse(arguments: list[str]) -> range:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse(sys.argv[1:]), say=print_out))
+    which = parse(sys.argv[1:])
+    sys.exit(main(which, say=print_out, jobs=jobs_for(which)))

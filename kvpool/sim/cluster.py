@@ -25,11 +25,12 @@ from kvpool.sim.drain import SimDrainer
 from kvpool.sim.link import SimLink, Wire
 from kvpool.sim.master import SimMaster
 from kvpool.sim.memory import SimDram
-from kvpool.sim.network import Network, Quality
+from kvpool.sim.network import Network
 from kvpool.sim.node import SimNode, build
 from kvpool.sim.plane import Plane
 from kvpool.sim.redis import Accepted, RedisData, RedisServer
 from kvpool.sim.rpc import Channel
+from kvpool.sim.scenario import Client, Master, Scenario, Worker
 from kvpool.sim.session import SimAgent
 from kvpool.sim.store import LocalStore, StoreData
 from kvpool.sim.story import Story
@@ -40,73 +41,6 @@ LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, 16)
 STORE_HOST: Final = "store"
 MENDED_S: Final = 3.0  # after a fail-over the leader has noticed and has written again what was lost
 ECHO_S: Final = 0.5  # a fault that is over is felt this long: retries, new connections
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """What is drawn from the seed before the run begins."""
-
-    n_masters: int
-    n_workers: int
-    n_clients: int
-    n_namespaces: int
-    n_names: int  # of namespaces that come and go
-    dram_blocks: int
-    ssd_blocks: int  # 0: no such tier
-    replicas: int
-    n_chains: int
-    chain_blocks: int
-    shared_blocks: int
-    small_values: bool  # half of the values are smaller than a block
-    wire_flips: float  # share of blocks with a flipped bit
-    store_replica: bool
-    stumbles: float  # share of copies in the middle of which the reader stands still
-    faults: tuple[str, ...]
-    fault_every_s: float
-    quality: Quality
-    all_local: bool = False  # every client shares a host with a worker
-    favours: str = ""  # a kind of call that is every second one (`load`)
-    active_s: float = 5.0
-    calm_s: float = 6.5
-
-    @property
-    def shared_store(self) -> bool:
-        return self.n_masters > 1
-
-
-class Worker:
-    """One worker through all its starts. `node` is of the present one; None: down."""
-
-    def __init__(self, name: str, disk: Disk) -> None:
-        self.name, self.host, self.disk = name, name, disk
-        self.process: Process | None = None
-        self.node: SimNode | None = None
-        self.plane: Plane | None = None
-        self.agent: SimAgent | None = None
-        self.drainer: SimDrainer | None = None
-        self.starts = 0
-
-
-class Master:
-    """One master through all its starts."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.host, self.address = name, name, f"{name}:7400"
-        self.process: Process | None = None
-        self.master: SimMaster | None = None
-        self.starts = 0
-
-
-@dataclass(slots=True)
-class Client:
-    """The present one of this name."""
-
-    name: str
-    host: str
-    mirrored: bool
-    starts: int
-    process: Process
-    client: SimClient
 
 
 @dataclass(slots=True)
@@ -228,7 +162,9 @@ class Cluster:
         """The primary is gone; its replica is the primary from soon on, with what it had got."""
         old = self.redis
         assert old is not None
-        lost = [accepted for *_, accepted in old.under_way if accepted is not None]
+        lost = [write for write, _ in old.lost()]
+        for write in [write for write, careless in old.lost() if careless]:
+            self.checker.fail("C8", f"{write.owner} wrote {write.what}, and did not wait for the replica; it is lost", None)
         old.process.kill()
         self.note("store", f"fails over, and loses {', '.join(write.what for write in lost) or 'nothing'}")
         self.checker.count("writes lost", len(lost))

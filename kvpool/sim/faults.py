@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from kvpool.errors import KVPoolError
 from kvpool.sim.clock import Process
-from kvpool.sim.cluster import STORE_HOST, Client, Cluster, Master, Worker
+from kvpool.sim.cluster import STORE_HOST, Cluster
 from kvpool.sim.redis import RedisServer
+from kvpool.sim.scenario import Client, Master, Worker
 from kvpool.sim.threads import Event, blocking
 
 LEAVE_S: Final = 1.5  # then it is killed, wherever it stands
@@ -204,12 +205,19 @@ class Faults:
         redis = self.cluster.redis
         if redis is None or not redis.has_replica or not redis.process.alive:
             return False
+        if self.random.random() < 0.5:
+            self.replica_lag()
+        self._later(self._some_s(0.0, 0.5), lambda: self._end_primary(redis))
+        return True
+
+    def _end_primary(self, redis: RedisServer) -> None:
+        if not redis.process.alive:
+            return
         down_s = self._some_s(0.1, 1.5)
         self.cluster.touch(STORE_HOST, for_s=down_s)
         self.cluster.network.unlisten(redis.process)
         redis.process.pause()
         self._later(down_s, lambda: self._fail_over(redis))
-        return True
 
     def _fail_over(self, redis: RedisServer) -> None:
         if self.cluster.redis is redis:

@@ -11,8 +11,9 @@ from kvpool.core.keys import KeyBatch
 from kvpool.core.namespaces import NO_UID, NamespaceSpec
 from kvpool.errors import KVPoolError, NamespaceNotFound
 from kvpool.sim.checker import Op
-from kvpool.sim.cluster import Client, Cluster
+from kvpool.sim.cluster import Cluster
 from kvpool.sim.disk import sleep
+from kvpool.sim.scenario import Client
 from kvpool.sim.threads import blocking
 from kvpool.sim.values import PART_BYTES, PARTS, value_of
 

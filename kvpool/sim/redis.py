@@ -163,6 +163,7 @@ class RedisServer:
         self._sent = self._arrived = 0
         self._arrives_at = 0.0
         self.lags = False
+        self.unasked: dict[int, None] = {}  # writes that were answered, and nobody asked whether the replica has them
         network.listen(process, ADDRESS, self._accept)
 
     def _accept(self, end: Endpoint) -> None:
@@ -172,11 +173,15 @@ class RedisServer:
         while True:
             try:
                 answers = []
-                for command in await end.recv():
+                commands = await end.recv()
+                first = self._sent
+                for command in commands:
                     try:
                         answers.append(await self._do(command))
                     except KVPoolError as error:
                         answers.append(error)
+                if commands[-1][0] != "WAIT":
+                    self.unasked.update(dict.fromkeys(range(first, self._sent)))
                 end.send(answers)
             except Reset:
                 return
@@ -196,6 +201,11 @@ class RedisServer:
         if self.has_replica:
             self._send(script, args, now_s, accepted)
         return answer
+
+    def lost(self) -> list[tuple[Accepted, bool]]:
+        """What the replica has not got, and whether it was confirmed without a look at the replica."""
+        numbered = enumerate(self.under_way, start=self._arrived)
+        return [(accepted, number in self.unasked) for number, (*_, accepted) in numbered if accepted is not None]
 
     # --- the replica ------------------------------------------------------------------------------------------------------
 

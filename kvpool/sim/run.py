@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 import random
 import sys
 import time
@@ -14,11 +16,12 @@ from typing import Final
 
 from kvpool.sim.checker import Violation
 from kvpool.sim.clock import where
-from kvpool.sim.cluster import Client, Cluster, Scenario
+from kvpool.sim.cluster import Cluster
 from kvpool.sim.disk import sleep
 from kvpool.sim.faults import DISK_FAULTS, FAULTS, STORE_FAULTS, Faults
 from kvpool.sim.load import Load
 from kvpool.sim.network import Quality
+from kvpool.sim.scenario import Client, Scenario
 from kvpool.sim.threads import stand_ins
 
 
@@ -250,30 +253,67 @@ def quiet() -> Iterator[list[str]]:
             gc.enable()
 
 
-def main(seeds: range, *, say: Callable[[str], None]) -> int:
-    """Runs them all; 1 when a promise was broken. Stops after a few failures."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one run comes to, for `main`. `words`: of a failure."""
+
+    seed: int
+    words: list[str]
+    digest: str
+    counts: dict[str, int]
+    steps: int
+    simulated_s: float
+    busy_s: float
+
+
+def tell(seed: int) -> Told:
+    """Runs one seed."""
     began = time.process_time()
+    outcome = run(seed)
+    counts = {**outcome.counts, **{f"fault: {name}": n for name, n in outcome.faults.items()}}
+    words = outcome.words() if outcome.failed else []
+    told = Told(seed, words, outcome.digest, counts, outcome.steps, outcome.simulated_s, time.process_time() - began)
+    if seed % COLLECT_EVERY == 0:
+        gc.collect()
+    return told
+
+
+def main(seeds: range, *, say: Callable[[str], None], jobs: int = 1) -> int:
+    """Runs them all, in so many processes; 1 when a promise was broken. Stops after a few failures."""
     counts: dict[str, int] = {}
     failures = steps = 0
-    for seed in seeds:
-        outcome = run(seed)
-        steps += outcome.steps
-        for name, n in [*outcome.counts.items(), *((f"fault: {name}", n) for name, n in outcome.faults.items())]:
-            counts[name] = counts.get(name, 0) + n
-        if outcome.failed:
-            failures += 1
-            say("\n".join(outcome.words()))
-            if failures >= FAILURES_MAX:
-                break
-        elif len(seeds) == 1:
-            say(f"seed {seed}: no promise broken; {outcome.simulated_s:.1f} s simulated, {steps} steps, digest {outcome.digest}")
-        if seed % 16 == 0:
-            gc.collect()
+    busy_s = 0.0
+    with ExitStack() as stack:
+        if jobs > 1:
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs))
+            runs: Iterator[Told] = pool.imap(tell, seeds)
+        else:
+            runs = map(tell, seeds)
+        for told in runs:
+            steps += told.steps
+            busy_s += told.busy_s
+            for name, n in told.counts.items():
+                counts[name] = counts.get(name, 0) + n
+            if told.words:
+                failures += 1
+                say("\n".join(told.words))
+                if failures >= FAILURES_MAX:
+                    break
+            elif len(seeds) == 1:
+                simulated = f"{told.simulated_s:.1f} s simulated, {steps} steps"
+                say(f"seed {told.seed}: no promise broken; {simulated}, digest {told.digest}")
     say(" ".join(f"{name}={n}" for name, n in sorted(counts.items())))
-    say(f"{len(seeds)} seeds, {failures} with a broken promise, {steps} steps in {time.process_time() - began:.1f} s of one core")
+    say(f"{len(seeds)} seeds, {failures} with a broken promise, {steps} steps in {busy_s:.1f} s of one core")
     return 1 if failures else 0
 
 
+def jobs_for(seeds: range) -> int:
+    """Processes that are worth it: one a core, and some seeds for each."""
+    return max(1, min(len(os.sched_getaffinity(0)), len(seeds) // SEEDS_A_JOB))
+
+
+SEEDS_A_JOB: Final = 20  # fewer are run sooner than another process starts
+COLLECT_EVERY: Final = 16  # seeds, between two rounds of garbage collection
 FAILURES_MAX: Final = 3
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvpool.sim.cluster import Scenario
 from kvpool.sim.run import draw_scenario, run
+from kvpool.sim.scenario import Scenario
 
 SEEDS_TO_FIND = 40  # a broken promise must show in one of so many
 

@@ -15,7 +15,6 @@ from kvpool.core.session import Accept, Inbox, Reporter
 from kvpool.core.types import BlockCode, Tiers
 from kvpool.sim import node as sim_node
 from kvpool.sim import run as sim_run
-from kvpool.sim.cluster import Scenario
 from kvpool.sim.disk import SimSsd
 from kvpool.sim.faults import FAULTS
 from kvpool.sim.link import SimLink
@@ -25,6 +24,7 @@ from kvpool.sim.plane import Plane
 from kvpool.sim.puts import Write
 from kvpool.sim.redis import RedisData
 from kvpool.sim.run import run
+from kvpool.sim.scenario import Scenario
 from kvpool.sim.session import SimAgent
 from kvpool.worker.tiers.base import TierError, Trouble
 from tests.sim.finding import SEEDS_TO_FIND, found, rough

@@ -10,11 +10,12 @@ from kvpool.client.views import Keeper
 from kvpool.core.holding import Holding
 from kvpool.core.holds import Holds
 from kvpool.core.types import NamespaceUid
+from kvpool.master.redis_store import RedisStore
 from kvpool.master.session import Sessions
 from kvpool.master.state import MasterState
-from kvpool.sim.cluster import Scenario
 from kvpool.sim.puts import Held, Layers
 from kvpool.sim.run import run
+from kvpool.sim.scenario import Scenario
 from kvpool.worker.elsewhere import Elsewhere
 from kvpool.worker.node import Node
 from tests.sim.finding import found, rough
@@ -172,3 +173,25 @@ def test_it_finds_a_move_that_brings_back_what_was_removed(monkeypatch: pytest.M
     """C8: blocks that were removed while they were under way to another worker."""
     monkeypatch.setattr(Node, "removals_begun", lambda self, uid: 0)
     found("C8", lambda seed: drained(seed), n_seeds=120)
+
+
+# --- the redis, and what its replica lacks --------------------------------------------------------------------------------------
+
+
+def failing_over(seed: int) -> Scenario:
+    return rough(seed, "replica lag", "store failover", n_masters=2, n_names=2, store_replica=True, favours="create", n_clients=3)
+
+
+def test_it_finds_a_leader_that_does_not_write_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The redis was set back, and the leader goes on as if it had everything."""
+
+    async def nothing(self: MasterState) -> None:
+        return None
+
+    monkeypatch.setattr(MasterState, "rewrite", nothing)
+    found("C8", failing_over)
+
+
+def test_it_finds_writes_that_do_not_wait_for_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RedisStore, "_wait", lambda self: [])
+    found("C8", failing_over)
