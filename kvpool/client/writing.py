@@ -218,7 +218,7 @@ class Putter:
         if not missing or not self._unknown_namespace:
             return
         request = pb.OpenNamespaceRequest(name=self.spec.name, fingerprint=self.spec.fingerprint)
-        reply = self.context.master.ask("OpenNamespace", request, deadline=time.monotonic() + 1.0)
+        reply = self.context.master.ask("OpenNamespace", request, deadline=min(self.deadline, time.monotonic() + 1.0))
         if reply is not None and reply.namespace.uid != self.spec.uid:
             raise NamespaceNotFound(f"namespace {self.spec.name!r} was deleted and made again; open it again")
 
