@@ -51,13 +51,15 @@ def random_bytes(n: int, seed: int = 0) -> np.ndarray[Any, Any]:
 # --- values and memory ------------------------------------------------------------------------------------------------------
 
 
-def test_scattered_values_of_any_size_come_back_exactly(store: MooncakeDistributedStore) -> None:
+def test_scattered_values_of_any_size_come_back_exactly(store: MooncakeDistributedStore,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Parts in any order and size, gaps between them, more than is staged at once."""
-    source, target = random_bytes(150 * MIB), np.zeros(150 * MIB, dtype=np.uint8)
+    monkeypatch.setattr(pool_module, "STAGING_BYTES_MAX", 2 * MIB)
+    source, target = random_bytes(16 * MIB), np.zeros(16 * MIB, dtype=np.uint8)
     chance = np.random.default_rng(1)
     keys, parts, at = [], [], 0
-    while at + 12 * MIB < source.nbytes:
-        lengths = [int(n) for n in chance.integers(1, 3 * MIB, chance.integers(1, 5))]
+    while at + 4 * MIB < source.nbytes:
+        lengths = [int(n) for n in chance.integers(1, MIB, chance.integers(1, 5))]
         starts = [at + sum(lengths[:i]) + 7 * i for i in range(len(lengths))]
         chance.shuffle(order := list(range(len(lengths))))
         parts.append([(starts[i], lengths[i]) for i in order])
@@ -80,7 +82,7 @@ def test_scattered_values_of_any_size_come_back_exactly(store: MooncakeDistribut
 
 
 def test_a_value_larger_than_what_is_staged_and_one_that_is_too_large(store: MooncakeDistributedStore) -> None:
-    value = random_bytes(100 * MIB)
+    value = random_bytes(70 * MIB)
     assert store.put("large", value) == 0
     assert store.get_size("large") == value.nbytes
     handle = store.get_buffer("large")
@@ -104,14 +106,16 @@ def test_a_get_is_whole_or_an_error_and_its_neighbours_are_not_hurt(store: Moonc
     assert all(code in ENCODER_CACHE_CODES for code in codes if code < 0)
 
 
-def test_a_full_pool_says_so_and_what_it_has_stays_exact(store: MooncakeDistributedStore) -> None:
-    values = {f"fill-{i}": random_bytes(8 * MIB, seed=i) for i in range(48)}
+def test_a_full_pool_says_so_and_what_it_has_stays_exact(make_cluster: Callable[..., Cluster]) -> None:
+    store = open_store(make_cluster(dram="64MiB"))
+    values = {f"fill-{i}": random_bytes(2 * MIB, seed=i) for i in range(48)}
     codes = [store.put(key, value) for key, value in values.items()]
     assert set(codes) <= {0, -200}
     there = [key for key in values if store.is_exist(key)]
     assert there
     for key in there:
         assert store.get(key) in (values[key].tobytes(), b"")
+    assert store.close() == 0
 
 
 def test_nothing_of_a_put_session_is_visible_before_its_end_and_a_part_of_it_never(store: MooncakeDistributedStore) -> None:

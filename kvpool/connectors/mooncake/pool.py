@@ -27,6 +27,7 @@ from kvpool.transport.copy_plan import split_by_bytes
 
 VALUE_BYTES_MAX: Final = MAX_BLOCK_BYTES  # 1 GiB, as one block: never visible in part
 LIST_MS: Final = 30_000  # of what looks at every key
+PUT_MS: Final = 8_000  # more than the default of a put: saves run beside the engine, which does not wait for them
 COPY_MS: Final = 60_000  # of copies within this process, which end by themselves
 GONE_S: Final = 5.0  # how long a key whose get failed does not exist for this store
 GONE_MAX: Final = 1 << 16
@@ -148,7 +149,7 @@ class Pool:
         return codes
 
     def _put_blocks(self, digests: Sequence[bytes], blocks: Sequence[memoryview]) -> list[int]:
-        put = self.namespace.put(hashes_of(digests), list(blocks))
+        put = self.namespace.put(hashes_of(digests), list(blocks), deadline_ms=_put_ms(blocks))
         for code, reason in zip(map(code_of, put.outcomes), put.reasons, strict=True):
             if code == RPC_FAIL:
                 say_once(f"put {reason}", "a put was not taken: %s", reason)
@@ -165,7 +166,8 @@ class Pool:
             todo = [i for i, outcome in zip(todo, removed.outcomes, strict=True) if outcome is not RemoveOutcome.PENDING]
             if not todo:
                 break
-            put = self.namespace.put(hashes_of([digests[i] for i in todo]), [blocks[i] for i in todo])
+            part = [blocks[i] for i in todo]
+            put = self.namespace.put(hashes_of([digests[i] for i in todo]), part, deadline_ms=_put_ms(part))
             again = []
             for index, outcome in zip(todo, put.outcomes, strict=True):
                 codes[index] = code_of(outcome)
@@ -191,7 +193,7 @@ class Pool:
             except (KVPoolError, LinkError) as error:
                 log.warning("get: %s", error)
                 done = [RPC_FAIL] * len(part)
-                self.gone.add([digest_of(keys[i]) for i in part])
+                self.gone.add([digest_of(keys[i]) for i in part])  # whoever has them
             for index, code in zip(part, done, strict=True):
                 codes[index] = code
         return codes
@@ -238,11 +240,18 @@ class Pool:
         sizes = self.sizes(keys)
         values = [BufferHandle(max(0, size)) for size in sizes]
         codes = self.get(keys, [memoryview(value) for value in values], exact=True)
+        unread = [digest_of(key) for key, size in zip(keys, sizes, strict=True) if size < 0]
+        self._book(unread, [OBJECT_NOT_FOUND] * len(unread))
         return [value if code == len(value) and code > 0 else None for value, code in zip(values, codes, strict=True)]
 
-    def _book(self, digests: list[bytes], codes: list[int]) -> None:
-        self.gone.add([digest for digest, code in zip(digests, codes, strict=True) if code < 0])
+    def _book(self, digests: Sequence[bytes], codes: Sequence[int]) -> None:
+        """Keys whose get failed though they are said to be there do not exist from now on. (What is a plain miss may be put by
+        somebody else the next moment.)"""
         self.gone.drop([digest for digest, code in zip(digests, codes, strict=True) if code >= 0])
+        failed = [digest for digest, code in zip(digests, codes, strict=True) if code < 0]
+        if failed:
+            places = self.keyed.locate(b"".join(failed), deadline=_until(CALL_MS))
+            self.gone.add([digest for digest, there in zip(failed, places, strict=True) if there])
 
     @staticmethod
     def _code(size: int, got: bool, miss: MissCause | None, wanted: int) -> int:
@@ -287,6 +296,10 @@ def namespace_name(tenant: str) -> str:
 def is_name(key: str) -> bool:
     """Whether a key may be this string."""
     return 0 < len(key) <= NAME_BYTES_MAX
+
+
+def _put_ms(blocks: Sequence[memoryview]) -> float:
+    return PUT_MS + transfer_ms(sum(block.nbytes for block in blocks))
 
 
 def _until(ms: float) -> float:

@@ -27,7 +27,7 @@ LOCAL = [0, 192, 160]  # tokens that an engine has itself by then
 CACHED = [192, 288, 192]
 HITS = [192, 96, 32]  # the rest comes from the store: 320
 BLOCKS = 10
-SAVED_S = 60.0
+SAVED_S = 120.0
 EXTRA = {"enable_group_semantics": True, "lookup_async": True, "cache_prefix": "p", "preferred_segment": "10.0.0.1:12345"}
 
 
