@@ -95,7 +95,7 @@ class Unary:
 
     def _begin(self, request: Any, timeout: float, wait_for_ready: bool) -> Job:
         self._channel.check()
-        job = Job(self._call(request, timeout, wait_for_ready), name=f"{self._channel.process.name} {self._method}")
+        job = Job(lambda: self._call(request, timeout, wait_for_ready), name=f"{self._channel.process.name} {self._method}")
         self._channel.jobs[job] = None
         job.add_done_callback(lambda job: self._channel.jobs.pop(job, None))
         return job

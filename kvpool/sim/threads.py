@@ -192,9 +192,9 @@ class Thread:
 
 
 class Job:
-    """concurrent.futures.Future: of work that a process does meanwhile. `work` raises what `result` is to raise."""
+    """concurrent.futures.Future: of work that a process does meanwhile. `work` begins it, and raises what `result` raises."""
 
-    def __init__(self, work: Awaitable[Any], *, name: str) -> None:
+    def __init__(self, work: Callable[[], Awaitable[Any]], *, name: str) -> None:
         self._waiters = _Waiters()
         self.ended = False
         self._value: Any = None
@@ -202,9 +202,9 @@ class Job:
         self._calls: list[Callable[[Job], None]] = []
         self._task = here().spawn(self._run(work), name=name)
 
-    async def _run(self, work: Awaitable[Any]) -> None:
+    async def _run(self, work: Callable[[], Awaitable[Any]]) -> None:
         try:
-            value = await work
+            value = await work()
         except BaseException as error:
             self.end(error=error)
             if not isinstance(error, Exception):
@@ -247,7 +247,7 @@ class Executor:
         self._name = thread_name_prefix
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Job:
-        return Job(blocking(call, *args), name=self._name)
+        return Job(lambda: blocking(call, *args), name=self._name)
 
     def shutdown(self, **_: Any) -> None:
         """Its jobs keep their own deadlines."""
