@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -408,6 +409,8 @@ def test_bad_requests_are_answered_with_the_field_that_is_wrong() -> None:
 
 def test_bounds_on_requests_and_on_every_wait() -> None:
     async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
+        slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+        slow_writer.write(b"POST /v1/completions HTTP/1.1\r\nhost:")  # and no more of its header
         decode[0].behaviour.holds = True
         held = [asyncio.ensure_future(proxy.complete(f"{SHORT} {i}", stream=True)) for i in range(2)]
         await until(lambda: _running(decode[0], 2), what="two run")
@@ -431,12 +434,33 @@ def test_bounds_on_requests_and_on_every_wait() -> None:
         assert stalled.status == 200 and stalled.error is not None and "timeout" in stalled.error["message"]
         whole = await proxy.complete(SHORT)
         assert whole.status == 504 and "longer than" in whole.body["error"]["message"]
+        assert await asyncio.wait_for(slow_reader.read(), 20) == b""  # its connection was closed
+        slow_writer.close()
 
     async def _running(engine: Engine, n: int) -> bool:
         return engine.running == n
 
     words = ("--first-token-timeout", "1s", "--client-timeout", "500ms", "--idle-timeout", "400ms", "--request-timeout", "2s")
     scenario(test, "--max-requests", "2", *words)
+
+
+def test_a_client_that_does_not_take_its_answer_is_given_up() -> None:
+    async def test(proxy: Proxy, prefill: list[Engine], decode: list[Engine]) -> None:
+        decode[0].behaviour.padding = 100_000
+        body = json.dumps({"prompt": SHORT, "max_tokens": 3000, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]), limit=1000)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        try:
+            assert b" 200 " in await reader.readline()  # and no more
+            await proxy.until_metric("kvpool_pd_requests_total", 1, outcome="cancelled")
+            assert not decode[0].asked[0].finished  # 300 MB: more than all buffers on the way hold
+        finally:
+            writer.transport.abort()
+
+    scenario(test, "--client-timeout", "500ms")
 
 
 def test_ttft_itl_and_goodput_are_measured_apart() -> None:

@@ -67,6 +67,7 @@ class Behaviour:
     no_ids: bool = False  # keeps no token ids in its answers, as other engines
     refuses_ids: bool = False  # 400 for token ids
     health: int = 200
+    padding: int = 0  # bytes beside each token
     hold: asyncio.Event = field(default_factory=asyncio.Event)  # generation waits for it when `holds`
     holds: bool = False
 
@@ -179,6 +180,7 @@ class Engine:
             if self.behaviour.holds:
                 await self.behaviour.hold.wait()
             for i, token in enumerate(generate(asked.ids, n_tokens)):
+                await asyncio.sleep(0)  # so that it can be cancelled
                 await _rest(self.behaviour.between if i else self.behaviour.before_first)
                 yield token
             asked.finished = True
@@ -200,7 +202,7 @@ class Engine:
             reason = "length" if i == n_tokens else None
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
             choice |= {"delta": {"content": token}} if chat else {"text": token}
-            yield _event({"choices": [choice]})
+            yield _event({"choices": [choice], "padding": "x" * behaviour.padding})
         yield b"data: [DONE]\n\n"
 
 
