@@ -15,7 +15,8 @@ from kvpool.core.session import Accept, Inbox, Reporter
 from kvpool.core.types import BlockCode, Tiers
 from kvpool.sim import node as sim_node
 from kvpool.sim import run as sim_run
-from kvpool.sim.disk import SimSsd
+from kvpool.sim.cluster import Cluster
+from kvpool.sim.disk import SimSsd, sleep
 from kvpool.sim.faults import FAULTS
 from kvpool.sim.link import SimLink
 from kvpool.sim.memory import SimDram
@@ -23,9 +24,10 @@ from kvpool.sim.network import Pool, Quality
 from kvpool.sim.plane import Plane
 from kvpool.sim.puts import Write
 from kvpool.sim.redis import RedisData
-from kvpool.sim.run import run
+from kvpool.sim.run import quiet, run
 from kvpool.sim.scenario import Scenario
 from kvpool.sim.session import SimAgent
+from kvpool.sim.threads import stand_ins
 from kvpool.worker.tiers.base import TierError, Trouble
 from tests.sim.finding import SEEDS_TO_FIND, found, rough
 
@@ -307,3 +309,31 @@ def test_a_replica_that_lost_a_chain_costs_one_more_round() -> None:
     """Each round found one block out, and a long chain was a miss though another worker had all of it."""
     outcome = run(104)
     assert not outcome.failed, "\n".join(outcome.words())
+
+
+def test_a_put_into_a_namespace_that_was_deleted_ends_in_time() -> None:
+    """It asked the master about the namespace for a second, whatever its deadline was."""
+    cluster = Cluster(1, rough(1, n_masters=1, n_workers=1, n_names=1, replicas=1))
+    loop, took = cluster.loop, []
+
+    async def play() -> None:
+        client = cluster.clients["c0"].client
+        spec = await client.create(cluster.wanted("name0"), until=loop.time() + 1.0)
+        await sleep(loop, 0.5)
+        node, master = cluster.workers["w0"].node, cluster.masters["m0"].process
+        assert node is not None and master is not None
+        node.delete_namespace(spec.uid)
+        master.pause()
+        began = loop.time()
+        outcomes = await client.put(spec, cluster.batch(spec, 0, 0, 2), until=began + 0.4)
+        assert not any(outcome.value == "stored" for outcome in outcomes)
+        took.append(loop.time() - began)
+
+    with quiet(), stand_ins(link=cluster.link, channel=cluster.channel):
+        cluster.start()
+        loop.run_until(0.5)
+        cluster.add_client("c0", "c0", mirrored=True).process.spawn(play())
+        loop.run_until(5.0)
+        cluster.network.down = True
+        assert loop.end() == []
+    assert 0.2 < took[0] < 0.45
