@@ -15,11 +15,11 @@ from typing import Final, Protocol
 from kvpool.client.context import Context, Counters
 from kvpool.client.peers import STATES_THERE, miss_of
 from kvpool.client.reading import ask_locate, tier_of
-from kvpool.core.fetch import ROUNDS_MAX, SSD_COST, Candidates
+from kvpool.core.fetch import PROBE_MS, ROUNDS_MAX, SSD_COST, Candidates
 from kvpool.core.keys import KeyBatch, pack_keys, split_keys
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.types import HASH_BYTES, MAX_BATCH_KEYS, BlockCode, HoldId, Key, MissCause, Tiers, miss_cause
-from kvpool.transport.base import Buffers, Held, LinkError, ReadResult, Strided, WorkerLink
+from kvpool.transport.base import Buffers, Held, LinkError, ReadResult, Strided, Touched, WorkerLink
 from kvpool.v1 import master_pb2 as pb
 
 PATIENCE_S: Final = 0.2  # for a worker that is not ready yet (catching up)
@@ -57,9 +57,40 @@ class Keyed:
         self._context, self._spec, self._counters = context, spec, counters
 
     def locate(self, hashes: bytes, *, deadline: float, shard: int = 0) -> list[Candidates]:
-        """Who has each key, as (peer, Tiers) of workers that are up and can be asked; () when nobody has it. [n]"""
+        """Who is said to have each key, as (peer, Tiers) of workers that can be asked; () when nobody has it. [n]"""
         self._context.check()
         return self._locate(split_keys(pack_keys(hashes, shard=shard)), deadline=deadline)
+
+    def present(self, hashes: bytes, *, deadline: float) -> list[bool]:
+        """Whether each key is there. A worker that is only suspected to be gone is asked itself, for a moment. [n]"""
+        places = self.locate(hashes, deadline=deadline)
+        peers = self._context.peers
+        there = [any(self._is_up(number) for number, _ in candidates) for candidates in places]
+        doubtful: dict[int, list[int]] = {}
+        for index, candidates in enumerate(places):
+            if candidates and not there[index]:
+                doubtful.setdefault(candidates[0][0], []).append(index)
+        for number, indices in doubtful.items():
+            peer = peers.get(number)
+            if peer is None:
+                continue
+            batch = KeyBatch(self._spec.uid, b"".join(pack_keys(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES], shard=0)
+                                                      for i in indices), chained=False)  # fmt: skip
+
+            def touch(link: WorkerLink, until: float, batch: KeyBatch = batch) -> Touched:
+                return link.touch(batch, wait_listed=False, deadline=until)
+
+            try:
+                touched = peers.call(peer, touch, deadline=min(deadline, time.monotonic() + PROBE_MS / 1e3))
+            except LinkError:
+                continue
+            for index, tiers in zip(indices, touched.tiers, strict=True):
+                there[index] = bool(tiers)
+        return there
+
+    def _is_up(self, number: int) -> bool:
+        peer = self._context.peers.get(number)
+        return peer is not None and peer.state in STATES_THERE
 
     def sizes(self, hashes: bytes, *, deadline: float, shard: int = 0) -> list[int]:
         """Bytes stored under each key, -1 where it is not there. Moves no block bytes. [n]"""
@@ -149,10 +180,8 @@ class Keyed:
         return found
 
     def _usable(self, places: Candidates) -> Candidates:
-        peers = self._context.peers
-        return tuple(place for place in places
-                     if (peer := peers.get(place[0])) is not None and peer.state in STATES_THERE
-                     and isinstance(peers.cost(place[0]), int))  # fmt: skip
+        cost = self._context.peers.cost
+        return tuple(place for place in places if isinstance(cost(place[0]), int))
 
     def _count(self, reading: _Reading) -> None:
         counters = self._counters

@@ -92,8 +92,8 @@ class Pool:
     def exists(self, keys: Sequence[str]) -> list[int]:
         """1 or 0 each; 0 also when nobody can say."""
         digests = [digest_of(key) for key in keys]
-        places = self.keyed.locate(b"".join(digests), deadline=_until(CALL_MS))
-        return [int(bool(there) and digest not in self.gone) for digest, there in zip(digests, places, strict=True)]
+        present = self.keyed.present(b"".join(digests), deadline=_until(CALL_MS))
+        return [int(there and digest not in self.gone) for digest, there in zip(digests, present, strict=True)]
 
     def places(self, keys: Sequence[str]) -> list[Candidates]:
         return self.keyed.locate(b"".join(map(digest_of, keys)), deadline=_until(CALL_MS))
