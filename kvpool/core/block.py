@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvpool.core.gone import Causes, Why
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import Entry, Group
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tiers
+
+if TYPE_CHECKING:
+    from kvpool.core.policy.runs import Run
 
 GenerationOf = Callable[[NamespaceUid, int], int]
 Bump = Callable[[NamespaceUid, int], None]
@@ -39,6 +42,9 @@ class Limits:
         for name in ("held_fraction", "quarantine_fraction", "low_watermark"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..1")
+
+
+_NO_BLOCK: Block | None = None
 
 
 class Space:
@@ -66,8 +72,9 @@ class Block(Entry):
     """
 
     __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "key",
-                 "live", "on_idle", "parent", "pins", "promoting", "rank", "refused", "size", "space", "spare_tick", "ssd",
-                 "ssd_copy", "sum", "sums", "tick")  # fmt: skip
+                 "kid", "last_kid", "live", "n_dram_kids", "next_kid", "on_idle", "parent", "pins", "promoting", "rank",
+                 "refused", "run", "size", "space", "spare_tick", "ssd", "ssd_copy", "sum", "sums", "tick", "up",
+                 "where")  # fmt: skip
 
     def __init__(self, space: Space, key: Key, size: int, group: Group, depth: int, parent: bytes, rank: int, tick: int) -> None:
         self.bucket = None
@@ -75,6 +82,10 @@ class Block(Entry):
         self.group = group
         self.space, self.key, self.size, self.depth, self.parent = space, key, size, depth, parent
         self.rank, self.tick = rank, tick  # of its reservation
+        self.run: Run | None = None  # these are a policy's: what it is part of,
+        self.where = 0  # the tiers that the policy knows it in, and in which it is parked,
+        self.up = self.kid = self.next_kid = self.last_kid = _NO_BLOCK  # its parent, its first child, its siblings, and
+        self.n_dram_kids = 0  # how many children have a copy in DRAM
         self.sums: bytes | None = None  # packed u64 chunk sums, None until read once (adopted blocks)
         self.sum = 0  # of the whole block
         self.dram: Slot | None = None

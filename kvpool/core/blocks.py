@@ -125,22 +125,23 @@ class BlockTable(Holding):
         ALREADY: live here, or the second of two equal keys in this batch. Two puts of one key at a time both get RESERVED.
         REJECTED: a size that the namespace does not have. Raises NamespaceNotFound (also while the namespace is blocked),
         ValueError when sizes are not n."""
-        del now_ms
         space = self._serving(batch.namespace)
+        self._dram_policy.at(now_ms)
         keys = split_keys(batch.keys)
         n = len(keys)
         if len(sizes) != n:
             raise ValueError(f"{len(sizes)} sizes for {n} keys")
         if isinstance(sizes, np.ndarray):
             sizes = sizes.tolist()
-        tick = self._tick_for(space, batch)
+        live = space.blocks
+        tick = self._tick_for(space, batch, again=[live.get(key) for key in keys])
         codes = bytearray([FULL]) * n
         blocks: list[Block | None] = [None] * n
         there: list[Block | None] = [None] * n
         fresh: list[Block] = []
         repeats: list[tuple[int, int]] = []
         first_at: dict[Key, int] = {}
-        live, spec, depth = space.blocks, space.spec, batch.depth
+        spec, depth = space.spec, batch.depth
         block_bytes, variable, chained, above = spec.block_bytes, spec.variable, batch.chained, batch.parent
         exact = space.exact_group
         for i, key in enumerate(keys):
@@ -206,11 +207,13 @@ class BlockTable(Holding):
                 short = not self._take_own_tail(space, run[len(slots) :], there, codes, depth)
             start = end
         if short and self.ssd is not None:
+            for block in self._soon:
+                block.spare_tick = tick
             for entry in waiting:
                 if isinstance(entry, Block) and entry.dirty and not entry.demoting:
                     self._urgent[entry] = None
                     entry.spare_tick = tick
-        return short and (bool(waiting) or self.n_demoting > 0)
+        return short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
 
     def _take_own_tail(self, space: Space, run: list[Block], there: list[Block | None], codes: bytearray, depth: int) -> bool:
         """The rest of a run gets the slots of deeper blocks of the same batch: a head without its tail is worth something, a
@@ -238,7 +241,7 @@ class BlockTable(Holding):
         """The bytes of reserved blocks are in their slots: visible from here. `sums[i]`: packed u64 chunk sums of block i. ->
         BlockCode [n]: STORED, ALREADY (another put of the key was first; the slot is free again), FULL (the key was removed
         meanwhile, or None given)."""
-        del now_ms
+        self._dram_policy.at(now_ms)
         totals = [block_sum(packed) if block is not None else 0 for block, packed in zip(blocks, sums, strict=True)]
         codes = bytearray([FULL]) * len(blocks)
         ordered: dict[int, list[Block]] = {}
@@ -301,8 +304,8 @@ class BlockTable(Holding):
     def pin(self, batch: KeyBatch, *, now_ms: int, hold_id: int = 0, touch: bool = True, first_miss: bool = True) -> Pinned:
         """Pins the blocks that are here for a transfer: none of their copies is freed before `unpin`. first_miss: stop at the
         first that is not here. hold_id: the reader's hold; when that has ended a miss is `expired`. touch: this is a use."""
-        del now_ms
         space = self._serving(batch.namespace)
+        self._dram_policy.at(now_ms)
         keys = split_keys(batch.keys)
         n = len(keys)
         blocks: list[Block | None] = [None] * n
@@ -323,7 +326,8 @@ class BlockTable(Holding):
             else:
                 n_ssd += 1
         if touch and n_dram + n_ssd:
-            self._touch(blocks, self._tick_for(space, batch), batch.depth)
+            again = blocks if hold_id else ()  # (the hold was the use)
+            self._touch(blocks, self._tick_for(space, batch, again=again), batch.depth)
             self.counters["hits_dram"] += n_dram
             self.counters["hits_ssd"] += n_ssd
         return Pinned(blocks, causes)
@@ -336,12 +340,12 @@ class BlockTable(Holding):
 
     def tiers_of(self, batch: KeyBatch, *, now_ms: int, touch: bool) -> bytes:
         """Tiers [n] that each key is in here, 0: not here. touch: this is a use."""
-        del now_ms
         space = self._serving(batch.namespace)
+        self._dram_policy.at(now_ms)
         get = space.blocks.get
         found = [get(key) for key in split_keys(batch.keys)]
         if touch and any(found):
-            self._touch(found, self._tick_for(space, batch), batch.depth)
+            self._touch(found, self._tick_for(space, batch, again=found), batch.depth)
         return bytes(block.tiers if block is not None else 0 for block in found)
 
     # --- removal --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def check_copies(table: Copies) -> None:
         for block in space.reserved:
             known.add(block)
             assert not block.live and block.dram is not None and block.ssd is None and not block.pins, block
-            assert block.bucket is None, "a reserved block can be evicted"
+            assert not table._dram_policy.tick_of(block), "a reserved block can be evicted"
             assert in_dram[block.dram] is block
     for slot, block in in_dram.items():
         doomed = [s for tier, s in block.doomed or () if tier is DRAM]
@@ -42,11 +42,11 @@ def check_copies(table: Copies) -> None:
     assert table.dirty_bytes == sum(b.size for b in blocks if b.dirty), "dirty bytes"
     assert table.n_demoting == sum(b.demoting for b in blocks)
     assert all(b.dirty and b.live and not b.demoting for b in table._dirty), "cleaned or gone, but queued for writing"
-    assert all(b.dirty and b.live for b in table._urgent)
-    entries = {e for g in table._dram_policy.groups() for bucket in g.buckets.values() for e in bucket.entries}
+    assert all(b.dirty and b.live for b in [*table._urgent, *table._soon])
+    entries = {e for g in table._dram_policy.groups() for e in table._dram_policy.in_order(g)}
     assert entries <= {b for b in known if b.live and b.dram is not None}, "policy has what is not in DRAM"
     if table._ssd_policy is not None:
-        copies = {e for g in table._ssd_policy.groups() for bucket in g.buckets.values() for e in bucket.entries}
+        copies = {e for g in table._ssd_policy.groups() for e in table._ssd_policy.in_order(g)}
         assert copies <= {b.ssd_copy for b in known if b.live and b.ssd_copy is not None}, "policy has what is not on SSD"
     table.dram.check()
     if table.ssd is not None:
@@ -64,14 +64,17 @@ def _check_live(table: Copies, block: Block) -> None:
     assert block.dirty == (table.ssd is not None and block.ssd is None), block
     idle = not block.pins and not block.held_dram
     if block.dram is not None:
-        assert (block.bucket is not None) or block.parked <= 0, f"in DRAM, but never a victim: {block}"
-        assert block.parked > 0 or block.on_idle, f"parked for good: {block}"
-        assert not idle or block.bucket is not None, f"idle, but no victim: {block}"
+        parked = table._dram_policy.is_parked(block)
+        assert table._dram_policy.tick_of(block), f"in DRAM, but never a victim: {block}"
+        assert not parked or block.on_idle, f"parked for good: {block}"
+        assert not idle or not parked or block in table._soon, f"idle, but no victim: {block}"
         assert block.group.key == (block.ns, table.dram.extent_of(block.dram).slot_bytes)
     copy = block.ssd_copy
     if copy is not None:
-        assert copy.bucket is not None or (copy.parked <= 0 and block.on_idle), f"on SSD, but never a victim: {block}"
-        assert block.pins or block.held_ssd or copy.bucket is not None, f"idle, but no victim: {block}"
+        assert table._ssd_policy is not None
+        parked = table._ssd_policy.is_parked(copy)
+        assert table._ssd_policy.tick_of(copy) and (not parked or block.on_idle), f"on SSD, but never a victim: {block}"
+        assert block.pins or block.held_ssd or not parked, f"idle, but no victim: {block}"
     if block.dirty and not block.demoting and not block.refused:
         assert block in table._dirty, f"dirty, but never written down: {block}"
 

@@ -31,7 +31,7 @@ from kvpool.core.block import (
     SsdExtentDropped,
 )
 from kvpool.core.gone import Gone
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, tick_and_rank
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
 from kvpool.core.room import NO_LIMIT, Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
@@ -62,7 +62,7 @@ class Copies:
         self.n_demoting = 0
         self._demoting_bytes = 0
         self._n_flights = 0  # demotions that have a slot
-        self._flights_coldest = NO_LIMIT  # order of the coldest of them, since there were none
+        self._flights_coldest: float = NO_LIMIT  # order of the coldest of them, since there were none
         self.held_bytes = {DRAM: 0, SSD: 0}
         self._report = reporter
         self._bump, self._generation = bump, generation
@@ -71,6 +71,9 @@ class Copies:
         self._tick = 0
         self._ahead_from_bytes = 0  # of stored_bytes: no writing ahead before
         self._dirty: OrderedDict[Block, None] = OrderedDict()  # least recently used first
+        self._soon: dict[Block, None] = {}  # some of them, set aside until they are written down
+        self._plan: list[Block] = []  # some of them, those that leave next last
+        self._plan_from_bytes = 0  # of stored_bytes: no new plan before
         self._urgent: dict[Block, None] = {}  # dirty ones that somebody waits for
         self._ssd_actions: list[Action] = []  # SSD actions in order
         self._dram_policy = policy()
@@ -79,7 +82,9 @@ class Copies:
             self._dram_policy,
             may_leave=self._may_leave_dram,
             evict=self._evict_dram,
+            evict_many=self._evict_dram_many,
             park=self._park_dram,
+            set_aside=self._set_aside,
             slot_of=_dram_slot,
             survives=self._survives_in_ssd,
             orphaned=self._drop_orphans,
@@ -93,7 +98,9 @@ class Copies:
                 self._ssd_policy,
                 may_leave=self._may_leave_ssd,
                 evict=self._evict_ssd,
+                evict_many=self._evict_ssd_many,
                 park=self._park_ssd,
+                set_aside=self._set_aside,
                 slot_of=_ssd_slot,
                 survives=self._survives_in_dram,
                 orphaned=self._drop_orphans,
@@ -112,6 +119,8 @@ class Copies:
         goes for good is the coldest of both tiers: a chain loses its tail first, wherever its parts lie."""
         if block.refused or not self.ssd_writable or self.ssd is None or self._ssd_room is None or self._ssd_policy is None:
             return False
+        if self._must_stay(block):
+            return True
         order = self._dram_policy.order_of(block)
         if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
             return True
@@ -121,6 +130,10 @@ class Copies:
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
         could = self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
         return could or self.ssd.has_room(uid, size)
+
+    def _must_stay(self, block: Block) -> bool:
+        """Something of its chain stays, so should it. (Not in an extent that is emptied: what is below it goes with it then.)"""
+        return block.kid is not None and not (self._dram_room.emptying and self._dram_room.is_emptying(block))
 
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick
@@ -137,6 +150,23 @@ class Copies:
         entry.on_idle = True
         self._dram_policy.park(entry)
 
+    def _set_aside(self, entries: Sequence[Entry]) -> None:
+        """The first is dirty and should leave DRAM: it is written down soon and passed over until then. With it those above."""
+        for entry in entries:
+            assert isinstance(entry, Block)
+            if entry.dirty and not entry.demoting:
+                self._soon[entry] = None
+        first = entries[0]
+        assert isinstance(first, Block)
+        self._park_dram(first)
+
+    def _none_aside(self) -> None:
+        """The SSD tier takes nothing now: those set aside may leave without it."""
+        soon, self._soon = self._soon, {}
+        for block in soon:
+            if block.on_idle and not block.pins and not block.held_dram and not block.held_ssd:
+                self._settle(block)
+
     def _park_ssd(self, entry: Entry) -> None:
         assert isinstance(entry, SsdCopy) and self._ssd_policy is not None
         entry.block.on_idle = True
@@ -146,6 +176,8 @@ class Copies:
         assert isinstance(entry, Block) and entry.dram is not None
         block = entry
         slot, block.dram = entry.dram, None
+        if block.ssd is None and block.kid is not None:
+            self._drop_below(block)
         self._dram_policy.remove(block)
         if block.dirty:
             self._undirty(block)
@@ -158,17 +190,36 @@ class Copies:
             self.counters["evicted_dram"] += 1
             self._report(block.space.uid, block.key, 2, None, block.size)
 
+    def _evict_dram_many(self, entries: Sequence[Entry]) -> None:
+        if self.ssd is not None:
+            for entry in entries:
+                self._evict_dram(entry)
+            return
+        self._dram_policy.retire(entries)
+        for block in entries:
+            assert isinstance(block, Block) and block.dram is not None
+            slot, block.dram = block.dram, None
+            self._free_dram(slot)
+            self._expel(block, MissCause.EVICTED, DRAM)
+        self.counters["evicted"] += len(entries)
+
+    def _evict_ssd_many(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._evict_ssd(entry)
+
     def _evict_ssd(self, entry: Entry) -> None:
         assert isinstance(entry, SsdCopy)
         block = entry.block
         slot = block.ssd
         assert slot is not None
-        order = self._ssd_policy.order_of(entry) if self._ssd_policy is not None else 0
+        tick, rank = self._ssd_policy.place_of(entry) if self._ssd_policy is not None else (0, 0)
+        if block.dram is None and block.kid is not None:
+            self._drop_below(block)
         self._lose_ssd_entry(block)
         self._free_ssd(slot)
         if block.dram is None:
             if self._dram_room.emptying:  # (not the coldest of both tiers then)
-                self._drop_orphans(block.space.uid, {tick_and_rank(order)[0]: order})
+                self._drop_orphans(block.space.uid, {tick: rank})
             self._expel(block, MissCause.EVICTED, SSD)
             self.counters["evicted"] += 1
         else:
@@ -184,14 +235,27 @@ class Copies:
         return entry.block.dram is not None and not self._dram_room.is_emptying(entry.block)
 
     def _drop_orphans(self, uid: NamespaceUid, lost: dict[int, int]) -> None:
-        """An extent was emptied: what is deeper in the chains of those lost (by tick, their order) goes too, from both tiers. It
+        """An extent was emptied: what is deeper in the chains of those lost (by tick, their rank) goes too, from both tiers. It
         is colder, and nobody can reach it."""
         for policy in (self._dram_policy, self._ssd_policy):
             for group in policy.groups() if policy is not None else ():
                 if group.key[0] == uid:
-                    for order in lost.values():
-                        for entry in policy.behind(group, order) if policy is not None else ():
+                    for tick, rank in lost.items():
+                        for entry in policy.behind(group, tick, rank) if policy is not None else ():
                             self._drop_orphan(entry.block if isinstance(entry, SsdCopy) else entry)
+
+    def _drop_below(self, block: Block) -> None:
+        """It is lost for good: what hangs below it goes first (where the policy knows that)."""
+        below: list[Block] = []
+        kids = [block.kid]
+        while kids:
+            kid = kids.pop()
+            while kid is not None:
+                below.append(kid)
+                kids.append(kid.kid)
+                kid = kid.next_kid
+        for orphan in reversed(below):
+            self._drop_orphan(orphan)
 
     def _drop_orphan(self, entry: Entry) -> None:
         assert isinstance(entry, Block)
@@ -310,6 +374,7 @@ class Copies:
         self.dirty_bytes -= block.size
         self._dirty.pop(block, None)
         self._urgent.pop(block, None)
+        self._soon.pop(block, None)
 
     def _dram_slots(self, blocks: Sequence[Block], group: Group, *, tick: int) -> tuple[list[Slot], list[Entry]]:
         """Up to one DRAM slot for each of these blocks of one group, evicting. -> (slots, what must be written down for
@@ -317,6 +382,8 @@ class Copies:
         uid, size = blocks[0].space.uid, blocks[0].size
         if size > self.dram.largest_size():
             return [], []
+        if self._soon and not self.ssd_writable:
+            self._none_aside()
         slots = self.dram.allocate(uid, size, len(blocks), owners=blocks)
         dirty: list[Entry] = []
         while len(slots) < len(blocks):

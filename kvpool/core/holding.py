@@ -18,7 +18,6 @@ from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import HASH_BYTES, KEY_BYTES, BlockCode, HoldId, Key, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.errors import NamespaceNotFound
 
-TICKS_RECENT: Final = 256  # batches after which a chain's part counts as used at another time than its continuation
 ANCESTORS_MAX: Final = 4096  # refreshed when only a chain's deep end is used
 
 FULL, LATER, HELD = int(BlockCode.FULL), int(BlockCode.LATER), int(BlockCode.HIT_SHARED)
@@ -51,9 +50,13 @@ class Holding(Movement):
 
     # --- recency --------------------------------------------------------------------------------------------------------
 
-    def _tick_for(self, space: Space, batch: KeyBatch) -> int:
+    def _tick_for(self, space: Space, batch: KeyBatch, *, again: Sequence[Block | None] = ()) -> int:
         """The tick of a batch: a new one, or, for the continuation of a chain used just now, that one's: however a chain is cut
-        into batches its order is depth. One of a chain not used lately refreshes what is above it (a prefix gets no hole)."""
+        into batches its order is depth. One of a chain not used lately refreshes what is above it (a prefix gets no hole).
+        again: what is here of a batch that may only repeat a use under way, as the put that follows a get."""
+        deepest = next((block for block in reversed(again) if block is not None), None)
+        if deepest is not None and (tick := self._joined(deepest)):
+            return tick
         above = None
         if batch.chained and batch.depth and batch.keys:
             above = space.blocks.get(batch.parent + batch.keys[HASH_BYTES:KEY_BYTES])
@@ -76,6 +79,13 @@ class Holding(Movement):
         self._touch(chain, self._tick, above.depth)
         return self._tick
 
+    def _joined(self, block: Block) -> int:
+        if block.dram is not None and (tick := self._dram_policy.joins(block, self._tick)):
+            return tick
+        if block.ssd_copy is not None and self._ssd_policy is not None:
+            return self._ssd_policy.joins(block.ssd_copy, self._tick)
+        return 0
+
     def used_at(self, block: Block) -> int:
         """The tick of the last batch that used it: the greater the later; 0 for one that is in no tier."""
         tick = self._dram_policy.tick_of(block)
@@ -84,11 +94,8 @@ class Holding(Movement):
         return tick
 
     def _is_recent(self, tick: int, group: Group) -> bool:
-        """Whether blocks used at this tick are still far from eviction from DRAM."""
-        age = self._tick - tick
-        victim = self._dram_policy.victim(group)
-        horizon = 2 * TICKS_RECENT if victim is None else self._tick - self._dram_policy.tick_of(victim)
-        return tick > 0 and age <= min(TICKS_RECENT, horizon // 2)
+        """Whether a batch that goes on where one of this tick ended is the same use."""
+        return self._dram_policy.is_recent(tick, self._tick, group)
 
     def _touch(self, blocks: Sequence[Block | None], tick: int, rank: int) -> None:
         """Blocks of one batch in chain order (None: a gap) were used; the first has this rank."""
@@ -113,6 +120,7 @@ class Holding(Movement):
 
         A block in both tiers is held in DRAM, or on SSD where too much of DRAM is held. See `Held`."""
         space = self._serving(batch.namespace)
+        self._dram_policy.at(now_ms)
         n = len(batch)
         codes = bytearray([LATER]) * n
         found: list[Block | None] = [None] * n

@@ -13,12 +13,13 @@ from typing import Final
 
 from kvpool.core.block import DRAM, Block, SsdCopy
 from kvpool.core.copies import RESUME_PART, Copies
-from kvpool.core.policy.eviction import tick_and_rank
+from kvpool.core.room import NO_LIMIT
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
+PLAN_PART: Final = 256  # of DRAM must be stored before it is looked again which dirty blocks leave soon
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
 
@@ -32,15 +33,37 @@ class Movement(Copies):
         while that would only displace other copies of what is in DRAM (an SSD tier that is small beside it)."""
         if self.ssd is None or not self.ssd_writable:
             return False
-        if self._urgent:
+        if self._urgent or self._soon:
             return True
         dirty_bytes = self.dirty_bytes - self._demoting_bytes
-        return (
+        may = (
             bool(self._dirty)
-            and dirty_bytes > self.limits.low_watermark * self.dram.capacity_bytes
             and self.dram.used_bytes - dirty_bytes < self.ssd.capacity_bytes // BOTH_OF_SSD
             and self.stored_bytes >= self._ahead_from_bytes
         )
+        if self._dram_policy.by_recency:
+            return may and dirty_bytes > self.limits.low_watermark * self.dram.capacity_bytes
+        return may and (bool(self._plan) or self._make_plan())
+
+    def _make_plan(self) -> bool:
+        """Looks for dirty blocks among those that leave next: so much of DRAM as should be free or clean. -> whether there are
+        any. Not looked again before something changed."""
+        if self.stored_bytes < self._plan_from_bytes:
+            return False
+        self._plan_from_bytes = self.stored_bytes + self.dram.capacity_bytes // PLAN_PART
+        left = (1 - self.limits.low_watermark) * self.dram.capacity_bytes - (self.dram.capacity_bytes - self.dram.used_bytes)
+        groups = self._dram_policy.groups() if left > 0 else ()
+        for group in groups:
+            of_group = left / len(groups)
+            for entry in self._dram_policy.in_order(group):
+                assert isinstance(entry, Block)
+                of_group -= entry.size
+                if entry in self._dirty:
+                    self._plan.append(entry)
+                if of_group <= 0:
+                    break
+        self._plan.reverse()
+        return bool(self._plan)
 
     @property
     def has_actions(self) -> bool:
@@ -55,13 +78,21 @@ class Movement(Copies):
         found: list[Block] = []
         taken = 0
         while self._wants_cleaning():
-            ahead = not self._urgent
-            block = next(iter(self._urgent or self._dirty))
+            asked = self._urgent or self._soon
+            ahead = not asked
+            if asked or self._dram_policy.by_recency:
+                block = next(iter(asked or self._dirty))
+            else:
+                block = self._plan[-1]
+                if block not in self._dirty or not self._ssd_wants(block, self._dram_policy.tick_of(block)):
+                    self._plan.pop()
+                    continue
             if found and taken + block.size > max_bytes:
                 break
             if ahead:
                 block.spare_tick = self._dram_policy.tick_of(block)
             self._urgent.pop(block, None)
+            self._soon.pop(block, None)
             if block not in self._dirty:  # it is being written already, or was refused
                 continue
             del self._dirty[block]
@@ -88,13 +119,17 @@ class Movement(Copies):
         owners = [SsdCopy(group, block)]
         slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
         order = self._dram_policy.order_of(block)
-        limit = self._coldest_in_dram(block)
+        keeps = self._must_stay(block)
+        if keeps:
+            limit = NO_LIMIT
+        else:
+            limit = self._coldest_in_dram(block) if self._dram_policy.by_recency else order
         while not slots:
             evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=block.spare_tick, limit=limit)
             if not block.live:  # what it hangs on went
                 return None
             if not evicted or self.ssd.no_place:
-                block.refused = limit == order and self._ssd_wants(block, block.spare_tick)  # not for its order
+                block.refused = (keeps or limit == order) and self._ssd_wants(block, block.spare_tick)  # not for its order
                 return None
             slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
         self._collect_ssd()
@@ -103,7 +138,7 @@ class Movement(Copies):
         block.flight = slots[0]
         return block.flight
 
-    def _coldest_in_dram(self, block: Block) -> int:
+    def _coldest_in_dram(self, block: Block) -> float:
         """Order of the coldest block that has, or may soon have, no copy but in the DRAM of this one's class; its own where an
         extent is emptied: that goes by no order."""
         policy = self._dram_policy
@@ -156,7 +191,7 @@ class Movement(Copies):
         block.ssd, block.ssd_copy = slot, copy
         tick, rank = self._tick, block.depth
         if self._dram_policy.tick_of(block):  # as recent as it is in DRAM
-            tick, rank = tick_and_rank(self._dram_policy.order_of(block))
+            tick, rank = self._dram_policy.place_of(block)
         self._ssd_policy.add([copy], max(1, tick), [rank])
 
     # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
@@ -183,7 +218,7 @@ class Movement(Copies):
             block.sums = sums if sums is not None else block.sums
             tick, rank = self._tick, block.depth
             if self._ssd_policy is not None and block.ssd_copy is not None:
-                tick, rank = tick_and_rank(self._ssd_policy.order_of(block.ssd_copy))
+                tick, rank = self._ssd_policy.place_of(block.ssd_copy)
             self._dram_policy.add([block], max(1, tick), [rank])
             if block.ssd is None:
                 self._make_dirty(block)
@@ -237,6 +272,11 @@ class Movement(Copies):
             self._report(block.space.uid, block.key, block.tiers, None, block.size)
         return True
 
+    def adopted(self) -> None:
+        """No more records will be adopted; before anything is served."""
+        if self._ssd_policy is not None:
+            self._ssd_policy.adopted()
+
     def adopt(
         self, uid: NamespaceUid, key: Key, size: int, sum: int, depth: int, parent: bytes, slot: Slot, seq: int,  # noqa: A002
     ) -> bool:  # fmt: skip
@@ -259,7 +299,7 @@ class Movement(Copies):
         block.ssd, block.ssd_copy, block.sum, block.live = slot, copy, sum, True
         space.blocks[key] = block
         space.causes.pop(key, None)
-        self._ssd_policy.add([copy], self._tick, [depth])
+        self._ssd_policy.adopt(copy, self._tick, depth)
         self.counters["adopted"] += 1
         self._report(uid, key, 2, None, size)
         return True

@@ -10,11 +10,11 @@ asking class has nothing to give up, or its coldest is much younger than the oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, tick_and_rank
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
 from kvpool.core.slots import INDEX_BITS, SlabAllocator, Slot
 from kvpool.core.types import NamespaceUid
 
@@ -23,7 +23,7 @@ EXTENTS_MAX: Final = 64  # looked at in one call before giving up
 COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
-NO_LIMIT: Final = -(1 << 100)  # hotter than every order of a policy
+NO_LIMIT: Final = -float(1 << 100)  # hotter than every order of a policy
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 
@@ -40,19 +40,22 @@ class Room:
 
     def __init__(
         self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry, int], Leave],
-        evict: Callable[[Entry], None], park: Callable[[Entry], None], slot_of: Callable[[Entry], Slot],
-        survives: Callable[[Entry, int], bool], orphaned: Callable[[NamespaceUid, dict[int, int]], None],
+        evict: Callable[[Entry], None], evict_many: Callable[[Sequence[Entry]], None], park: Callable[[Entry], None],
+        set_aside: Callable[[Sequence[Entry]], None], slot_of: Callable[[Entry], Slot], survives: Callable[[Entry, int], bool],
+        orphaned: Callable[[NamespaceUid, dict[int, int]], None],
     ) -> None:  # fmt: skip
-        """`may_leave(entry, spare_tick)`. `survives(entry, spare_tick)`: whether the block would still be there when the entry
-        leaves this tier (perhaps after a write). `orphaned(arena, {tick: order})`: an extent was emptied and these went for
-        good, the first in order of each tick: what is behind them in a chain is not to be reached any more."""
+        """`may_leave(entry, spare_tick)`. `evict_many`: of what `policy.victims` gave, from its first on. `set_aside`: the first
+        of these must be cleaned, and is no victim until then (where a policy is not by recency: a put waits for no write while
+        there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there when the entry leaves this
+        tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these went for good, the first
+        in order of each tick: what is behind them in a chain is not to be reached any more."""
         self._slots, self._policy = slots, policy
-        self._may_leave, self._evict, self._park, self._slot_of = may_leave, evict, park, slot_of
-        self._survives, self._orphaned = survives, orphaned
+        self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
+        self._set_aside, self._survives, self._orphaned = set_aside, survives, orphaned
         self._turn = 0
         self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
-    def make(self, group: Group, need: int, *, now: int, spare_tick: int, limit: int = NO_LIMIT) -> tuple[int, list[Entry]]:
+    def make(self, group: Group, need: int, *, now: int, spare_tick: int, limit: float = NO_LIMIT) -> tuple[int, list[Entry]]:
         """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
 
         now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone where that
@@ -79,7 +82,7 @@ class Room:
                     break
         return evicted, dirty
 
-    def could_make(self, group: Group, *, now: int, spare_tick: int, limit: int) -> bool:
+    def could_make(self, group: Group, *, now: int, spare_tick: int, limit: float) -> bool:
         """Whether `make` would find something to evict, as far as one look tells."""
         policy = self._policy
         entry = policy.victim(group)
@@ -100,15 +103,16 @@ class Room:
         """Whether its slot is in the extent whose blocks are written down to empty it."""
         return self._slot_of(entry) >> INDEX_BITS == self.emptying
 
-    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: int) -> tuple[int, list[Entry]]:
+    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: float) -> tuple[int, list[Entry]]:
         policy = self._policy
         aside: list[Entry] = []
         own: list[Entry] = []
         evicted = 0
         while evicted < need:
-            entry = policy.victim(group)
-            if entry is None:
+            entries = policy.victims(group, need - evicted)
+            if not entries:
                 break
+            entry = entries[0]
             leave = self._may_leave(entry, spare_tick)
             if leave is Leave.YES and not self._survives(entry, spare_tick):  # (a dirty one would be written down)
                 if policy.tick_of(entry) == spare_tick:
@@ -118,10 +122,23 @@ class Room:
                 if policy.order_of(entry) <= limit:
                     break
             if leave is Leave.YES:
-                self._evict(entry)
-                evicted += 1
+                n = 1
+                alike = self._survives(entry, spare_tick)
+                while (
+                    n < len(entries)
+                    and self._may_leave(entries[n], spare_tick) is Leave.YES
+                    and self._survives(entries[n], spare_tick) is alike
+                ):
+                    n += 1
+                if n == 1:
+                    self._evict(entry)
+                else:
+                    self._evict_many(entries[:n])
+                evicted += n
             elif leave is Leave.BUSY:
                 self._park(entry)
+            elif not policy.by_recency:
+                self._set_aside(entries)
             else:
                 policy.park(entry)
                 aside.append(entry)
@@ -133,7 +150,7 @@ class Room:
             policy.unpark(entry)
         return evicted, aside
 
-    def _tail(self, group: Group) -> int:
+    def _tail(self, group: Group) -> float:
         """Order of its coldest entry; NO_LIMIT: it has none."""
         victim = self._policy.victim(group)
         return NO_LIMIT if victim is None else self._policy.order_of(victim)
@@ -203,11 +220,10 @@ class Room:
         return 0
 
     def _first_lost(self, owners: list[Entry], spare_tick: int) -> dict[int, int]:
-        """Of those that do not survive: the first in order of each tick."""
+        """Of those that do not survive: the least rank of each tick."""
         first: dict[int, int] = {}
         for owner in owners:
             if not self._survives(owner, spare_tick):
-                order = self._policy.order_of(owner)
-                tick, _ = tick_and_rank(order)
-                first[tick] = min(order, first.get(tick, order))
+                tick, rank = self._policy.place_of(owner)
+                first[tick] = min(rank, first.get(tick, rank))
         return first

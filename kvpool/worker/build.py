@@ -123,6 +123,7 @@ def _adopt(node: Node, ssd: SsdTier) -> None:
             meta.namespace, meta.key, meta.size, meta.block_sum, meta.depth, meta.parent, found.slot, found.seq  # type: ignore[arg-type]
         ):
             refused.append(found.slot)
+    table.adopted()
     if refused:
         with contextlib.suppress(TierError):
             ssd.erase(refused)

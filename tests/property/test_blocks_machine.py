@@ -23,12 +23,17 @@ batches = st.builds(
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Model: `stored`, keys whose commit said STORED (or ALREADY) and that were not removed since. A hit must be of these."""
+    """With the textbook's policy; the learned one below.
+
+    Model: `stored`, keys whose commit said STORED (or ALREADY) and that were not removed since. A hit must be of these."""
+
+    policy = "lru"
 
     @initialize(n_dram=st.integers(0, 40), n_ssd=st.none() | st.integers(0, 60), gone=st.integers(0, 20), low=st.floats(0, 1))
     def start(self, n_dram: int, n_ssd: int | None, gone: int, low: float) -> None:
         limits = Limits(gone_keys_max=gone, low_watermark=low, quarantine_fraction=0.1, hold_ttl_ms_max=500, holds_max=12)
-        self.rig = Rig(n_dram, n_ssd, limits=limits, specs=[spec_of(i, size) for i, size in SIZES.items()])
+        specs = [spec_of(i, size) for i, size in SIZES.items()]
+        self.rig = Rig(n_dram, n_ssd, limits=limits, specs=specs, policy=self.policy)
         self.table = self.rig.table
         self.stored: set[tuple[NamespaceUid, Key]] = set()
         self.removed: set[tuple[NamespaceUid, Key]] = set()
@@ -255,9 +260,19 @@ TestBlocks.settings = settings(
 )
 
 
+class LearnedBlocksMachine(BlocksMachine):
+    policy = "hazard"
+
+
+TestLearnedBlocks = LearnedBlocksMachine.TestCase
+TestLearnedBlocks.settings = TestBlocks.settings
+
+
 class ChainsMachine(RuleBasedStateMachine):
     """Chains that are put and used as a whole: whatever the two tiers lose, a prefix of each is left over both together, also
     where several namespaces hand extents to each other."""
+
+    policy = "lru"
 
     @initialize(
         n_dram=st.sampled_from([8, 16, 40, 100]), n_ssd=st.sampled_from([0, 8, 24, 80]), low=st.sampled_from([0.0, 0.5, 1.0]),
@@ -265,7 +280,7 @@ class ChainsMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, n_dram: int, n_ssd: int, low: float, n_spaces: int) -> None:
         specs = [spec_of(i + 1) for i in range(n_spaces)]
-        self.rig = Rig(n_dram, n_ssd, limits=Limits(low_watermark=low), specs=specs)
+        self.rig = Rig(n_dram, n_ssd, limits=Limits(low_watermark=low), specs=specs, policy=self.policy)
         self.n_spaces, self.n_max = n_spaces, n_dram + n_ssd
         self.chains: dict[int, int] = {}
         self.demotions: list[tuple[Block, Slot | None]] = []
@@ -328,3 +343,11 @@ TestChains = ChainsMachine.TestCase
 TestChains.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+class LearnedChainsMachine(ChainsMachine):
+    policy = "hazard"
+
+
+TestLearnedChains = LearnedChainsMachine.TestCase
+TestLearnedChains.settings = TestChains.settings

@@ -10,6 +10,7 @@ from kvpool.core.blocks import BlockTable
 from kvpool.core.keys import KeyBatch, pack_keys
 from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.policy.make import policy_of
 from kvpool.core.slots import SlabAllocator, Slot
 from kvpool.core.types import HASH_BYTES, NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
@@ -48,7 +49,8 @@ class Rig:
     """Table, fake memory, fake disk, and what was reported. All calls as the worker makes them."""
 
     def __init__(self, n_dram: int, n_ssd: int | None = None, *, block: int = BLOCK, limits: Limits | None = None,
-                 specs: list[NamespaceSpec] | None = None, dram_bytes: int | None = None) -> None:  # fmt: skip
+                 specs: list[NamespaceSpec] | None = None, dram_bytes: int | None = None,
+                 policy: str = "lru") -> None:  # fmt: skip
         self.block = block
         self.index: dict[tuple[NamespaceUid, Key], int] = {}  # what the master would know
         self.causes: dict[tuple[NamespaceUid, Key], MissCause] = {}
@@ -62,7 +64,7 @@ class Rig:
             ssd = SlabAllocator(capacity_bytes=n_ssd * block, align=4096, grow=False)
         dram = SlabAllocator(capacity_bytes=dram_bytes if dram_bytes is not None else n_dram * block)
         self.table = BlockTable(
-            dram=dram, ssd=ssd, reporter=self._report, limits=limits, bump=self._bump,
+            dram=dram, ssd=ssd, policy=policy_of(policy), reporter=self._report, limits=limits, bump=self._bump,
             generation=lambda arena, i: self.words[arena, i],
         )  # fmt: skip
         for spec in specs or [spec_of(1, block)]:

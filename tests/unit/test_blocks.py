@@ -1086,4 +1086,4 @@ def test_order_of_eviction_is_exact_however_old_what_comes_is() -> None:
         assert [spot[entry] for entry in coldest] == sorted(spot.values())
         order = lru.order_of(coldest[100])
         behind = [at for at in spot.values() if at[0] == spot[coldest[100]][0] and at < spot[coldest[100]]]
-        assert sorted(spot[entry] for entry in lru.behind(group, order)) == sorted(behind)
+        assert sorted(spot[entry] for entry in lru.behind(group, *lru.place_of(coldest[100]))) == sorted(behind)

@@ -1,4 +1,5 @@
-"""Which block leaves a tier next. The seam (`EvictionPolicy`) and its first policy, `Lru` with chains tail first.
+"""Which block leaves a tier next. The seam (`EvictionPolicy`) and the textbook's policy, `Lru` with chains tail first; the
+learned one is `hazard`.
 
 Owns: the order. Does not own: whether a block may leave (pins, holds, copies below): the caller asks for victims and parks
 those that must stay. One policy instance a tier; a group is what can replace each other slot for slot (one arena, one size).
@@ -11,7 +12,7 @@ chain was cut into batches, its order is the same.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from kvpool.core.types import NamespaceUid
@@ -21,6 +22,8 @@ RANK_MAX: Final = (1 << RANK_BITS) - 1
 BUCKET_ENTRIES_MIN: Final = 64  # batches are put together until a bucket has this many: bounds the cost of single blocks
 
 GroupKey = tuple[NamespaceUid, int]  # arena, slot_bytes
+
+TICKS_RECENT: Final = 256  # batches after which a chain's part counts as used at another time than its continuation
 
 NOT_PARKED: Final = 1  # order values are <= 0 for every tick >= 1
 
@@ -71,6 +74,13 @@ class Group:
 class EvictionPolicy(Protocol):
     """Order of eviction in one tier. All calls under the owner's lock, each O(entries named)."""
 
+    by_recency: bool
+    """Whether what was used longest ago leaves next, always."""
+
+    def at(self, now_ms: int) -> None:
+        """It is this time now: before every batch."""
+        ...
+
     def group(self, key: GroupKey) -> Group:
         """The group of this key, made when it is new."""
         ...
@@ -100,6 +110,14 @@ class EvictionPolicy(Protocol):
         """The entry of this group that should leave next. It stays until removed, parked or touched."""
         ...
 
+    def victims(self, group: Group, n: int) -> Sequence[Entry]:
+        """`victim`, and up to n - 1 that would follow it and have its tick and order."""
+        ...
+
+    def retire(self, entries: Sequence[Entry]) -> None:
+        """The first so many of `victims` leave, in their order: `remove` of each."""
+        ...
+
     def coldest(self, group: Group, n: int) -> list[Entry]:
         """Up to n entries, next victim first."""
         ...
@@ -108,12 +126,42 @@ class EvictionPolicy(Protocol):
         """When it was last used, 0: not here."""
         ...
 
-    def order_of(self, entry: Entry) -> int:
+    def place_of(self, entry: Entry) -> tuple[int, int]:
+        """Tick and rank of an entry that is here."""
+        ...
+
+    def order_of(self, entry: Entry) -> float:
         """Where it stands, comparable between the tiers' policies: the greater the sooner it leaves. 1: not here."""
         ...
 
-    def behind(self, group: Group, order: int) -> list[Entry]:
-        """What was used in the same batch as the one of this order and is deeper; parked ones are left out."""
+    def in_order(self, group: Group) -> Iterator[Entry]:
+        """All entries that are not parked, about in the order in which they would leave. Nothing may change meanwhile."""
+        ...
+
+    def is_recent(self, tick: int, now: int, group: Group) -> bool:
+        """Whether a batch that goes on where one of this tick ended belongs to the same use; `now`: the latest tick."""
+        ...
+
+    def joins(self, entry: Entry, now: int) -> int:
+        """The tick of the use under way that a batch ending in this entry repeats (a get, then the put of the same chain), 0: it
+        is a use of its own."""
+        ...
+
+    def behind(self, group: Group, tick: int, rank: int) -> list[Entry]:
+        """What was used in the same batch as the one of this tick and rank and is deeper; parked ones are left out. Nothing
+        where a policy knows what hangs below a block."""
+        ...
+
+    def adopt(self, entry: Entry, tick: int, rank: int) -> None:
+        """As `add`, of a block that an earlier process left. Only before anything else, and ended by `adopted`."""
+        ...
+
+    def adopted(self) -> None:
+        """All are adopted."""
+        ...
+
+    def is_parked(self, entry: Entry) -> bool:
+        """Whether it was parked and is still here."""
         ...
 
     def park(self, entry: Entry) -> None:
@@ -129,8 +177,13 @@ class Lru:
     """Least recently used first; within one tick the deepest first. Equal to `lru()` of the offline study where every batch is
     a whole chain. Parked entries cost nothing while they are parked, so a long-held cold block is looked at once."""
 
+    by_recency = True
+
     def __init__(self) -> None:
         self._groups: dict[GroupKey, Group] = {}
+
+    def at(self, now_ms: int) -> None:
+        del now_ms  # (recency is in ticks)
 
     def group(self, key: GroupKey) -> Group:
         group = self._groups.get(key)
@@ -210,6 +263,15 @@ class Lru:
     def victim(self, group: Group) -> Entry | None:
         return self._order(group.buckets[group.firsts[0]])[-1] if group.firsts else None
 
+    def victims(self, group: Group, n: int) -> Sequence[Entry]:
+        del n
+        victim = self.victim(group)
+        return () if victim is None else (victim,)
+
+    def retire(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.remove(entry)
+
     def coldest(self, group: Group, n: int) -> list[Entry]:
         found: list[Entry] = []
         for first in group.firsts:
@@ -228,8 +290,35 @@ class Lru:
     def order_of(self, entry: Entry) -> int:
         return entry.parked if entry.bucket is None else entry.bucket.entries[entry]
 
-    def behind(self, group: Group, order: int) -> list[Entry]:
-        tick, _ = tick_and_rank(order)
+    def place_of(self, entry: Entry) -> tuple[int, int]:
+        return tick_and_rank(self.order_of(entry))
+
+    def in_order(self, group: Group) -> Iterator[Entry]:
+        for first in group.firsts:
+            bucket = group.buckets[first]
+            yield from (entry for entry in reversed(self._order(bucket)) if entry.bucket is bucket)
+
+    def is_recent(self, tick: int, now: int, group: Group) -> bool:
+        """Whether blocks used at this tick are still far from eviction."""
+        victim = self.victim(group)
+        horizon = 2 * TICKS_RECENT if victim is None else now - self.tick_of(victim)
+        return tick > 0 and now - tick <= min(TICKS_RECENT, horizon // 2)
+
+    def joins(self, entry: Entry, now: int) -> int:
+        del entry, now
+        return 0
+
+    def adopt(self, entry: Entry, tick: int, rank: int) -> None:
+        self.add([entry], tick, [rank])
+
+    def adopted(self) -> None:
+        pass
+
+    def is_parked(self, entry: Entry) -> bool:
+        return entry.parked != NOT_PARKED
+
+    def behind(self, group: Group, tick: int, rank: int) -> list[Entry]:
+        order = (rank if rank < RANK_MAX else RANK_MAX) - (tick << RANK_BITS)
         end = (1 - tick) << RANK_BITS
         at = bisect_right(group.firsts, tick) - 1
         if at < 0:

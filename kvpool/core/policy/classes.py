@@ -1,0 +1,39 @@
+"""Classes and ages of the learned policy: small numbers that say what kind of run of blocks this is, and how old.
+
+Owns the bucket edges. What is learned about a class is in `lifetable`. Edges are in blocks and seconds; none depends on capacity
+or workload.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+N_BINS: Final = 20
+FIRST_EDGE_S: Final = 0.5
+EDGES_S: Final = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS)))  # ages double; the last bin is open
+
+N_USES, N_TAILS, N_NEW, N_GAPS = 5, 2, 6, 5
+N_CLASSES: Final = N_USES * N_TAILS * N_NEW * N_GAPS
+USES_MAX: Final = 9  # counted up to here
+_USE_EDGES: Final = (2, 3, 5, 9)
+_NEW_EDGES: Final = (3, 6, 12, 24, 48)
+_GAP_EDGES_S: Final = (4.0, 16.0, 64.0, 256.0)
+
+# For bytes.translate over the use counts of a run's blocks.
+USE_BUCKETS: Final = bytes(sum(uses >= edge for edge in _USE_EDGES) for uses in range(256))
+ONE_MORE: Final = bytes(min(uses + 1, USES_MAX) for uses in range(256))
+
+
+def new_bucket(n_blocks: int) -> int:
+    """Of the number of a request's blocks that were not known before it."""
+    return sum(n_blocks >= edge for edge in _NEW_EDGES)
+
+
+def gap_bucket(gap_s: float) -> int:
+    """Of the time since the previous turn of the chain that a request continues."""
+    return sum(gap_s >= edge for edge in _GAP_EDGES_S)
+
+
+def first_key(uses: int, tail: int, new: int, gap: int) -> int:
+    """Number of (class, age bin 0); the same class a bin older is one more. All arguments are buckets."""
+    return (((uses * N_TAILS + tail) * N_NEW + new) * N_GAPS + gap) * N_BINS

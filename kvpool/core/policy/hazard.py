@@ -1,0 +1,417 @@
+"""The learned policy: which blocks are worth least, learned online from how long runs of blocks wait to be used again.
+
+A request's blocks live and die together, so what is accounted is a run: a stretch of one request's chain whose blocks have been
+used equally often. Runs belong to classes (`classes`); of each class it is learned, also from runs that left ("ghosts",
+`history`), when its runs are used again (`lifetable`); what leaves next is the deepest block of the run worth least (`queues`).
+
+Owns runs of cached blocks, the events, both tiers' order (one index for both). Does not own whether a block may leave (the
+caller asks and parks), nor copies (`core.copies`). One a worker: `tier()` makes each tier's policy.
+
+    chain of a request    b0 b1 b2 b3 b4 b5 b6 b7 b8        a later one        b0 b1 b2 b3 c4 c5
+    its runs             [b0 b1][b2 .. b7][b8 tail]         takes b0 .. b3     [b0 b1][b2 b3][c4][c5 tail]; [b4 .. b7][b8] stay
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from kvpool.core.policy.classes import (
+    N_BINS,
+    N_GAPS,
+    N_NEW,
+    N_TAILS,
+    ONE_MORE,
+    USE_BUCKETS,
+    first_key,
+    gap_bucket,
+    new_bucket,
+)
+from kvpool.core.policy.eviction import EvictionPolicy
+from kvpool.core.policy.history import History, fingerprint
+from kvpool.core.policy.lifetable import LifeTable
+from kvpool.core.policy.queues import RunGroup
+from kvpool.core.policy.runs import (
+    DRAM,
+    IN,
+    IN_ANY,
+    IN_DRAM,
+    IN_SSD,
+    PARKED_DRAM,
+    PARKED_SSD,
+    SSD,
+    Request,
+    Run,
+    common,
+    link,
+    unlink,
+)
+
+if TYPE_CHECKING:
+    from kvpool.core.block import Block
+    from kvpool.core.policy.hazard_tier import HazardTier
+
+REFRESH_REQUESTS: Final = 64
+HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
+HISTORY_MIN: Final = 1024
+SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
+REQUESTS_MAX: Final = 512  # remembered as under way
+_CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
+
+
+class Hazard:
+    """The learned policy of one worker, all tiers. Not thread-safe: under the owner's lock."""
+
+    def __init__(self) -> None:
+        self.table = LifeTable()
+        self.history = History()
+        self.now_s = 0.0
+        self.n_cached = 0  # blocks in any tier
+        self.n_cached_max = 0
+        self._runs: dict[int, Run] = {}  # with cached blocks, by number
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._n_requests = 0
+        self._adopting: list[Block] = []
+        self.tiers: list[HazardTier] = []
+
+    def tier(self) -> EvictionPolicy:
+        """The policy of the next tier: DRAM first, then SSD."""
+        from kvpool.core.policy.hazard_tier import HazardTier
+
+        made = HazardTier(self, len(self.tiers))
+        self.tiers.append(made)
+        return made
+
+    def at(self, now_ms: float) -> None:
+        """It is this time now (never earlier than before): runs grow older."""
+        now_s = now_ms / 1000
+        if now_s <= self.now_s:
+            return
+        self.now_s = now_s
+        history, reached, runs = self.history, self.table.reached, self._runs
+        for no, key in history.aged(now_s):
+            reached[key] = reached.get(key, 0.0) + history.left[no] / history.length[no]
+            run = runs.get(no)
+            if run is not None:
+                for tier in (DRAM, SSD):
+                    if run.waiting[tier] is not None:
+                        self._leave_queue(run, tier)
+                        self._queue(run, tier)
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def _request(self, tick: int) -> Request:
+        request = self._requests.get(tick)
+        if request is None:
+            request = self._requests[tick] = Request(tick)
+            if len(self._requests) > REQUESTS_MAX:
+                self._requests.popitem(last=False)
+            self._n_requests += 1
+            if self._n_requests % REFRESH_REQUESTS == 0:
+                self.table.refresh()
+        return request
+
+    def used(self, blocks: Sequence[Block | None], tick: int) -> None:
+        """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
+        request = self._request(tick)
+        part: list[Block | None] = []
+        uses = bytearray()
+        gap: int | None = None
+        i, n = 0, len(blocks)
+        while i < n:
+            block = blocks[i]
+            run = block.run if block is not None else None
+            if block is None or run is None:
+                i += 1
+            else:
+                if not block.up and i:
+                    link(block, blocks[i - 1])
+                at = run.index(block)
+                k = common(run.members, at, blocks, i)
+                if run.tick != tick:
+                    if part and blocks[i - 1] is part[-1]:
+                        part += blocks[i : i + k]
+                    else:
+                        self._build(part, uses.translate(ONE_MORE), request)
+                        part, uses = list(blocks[i : i + k]), bytearray()
+                    uses += run.uses[at : at + k]
+                    gap = self._gap(run.no, part[-1].rank + 1)  # type: ignore[union-attr]
+                    self._count_use(run.no, k)
+                    self._take_from(run, at, k)
+                i += k
+        if gap is not None:
+            request.gap = gap
+            if request.runs:
+                self._reclass(request)
+        self._build(part, uses.translate(ONE_MORE), request)
+
+    def stored(self, blocks: list[Block], tick: int) -> None:
+        """New blocks of one batch in chain order, of the request of this tick."""
+        request = self._request(tick)
+        start = 0
+        for i in range(1, len(blocks) + 1):
+            if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
+                self._stored_chain(blocks[start:i], request)
+                start = i
+
+    def _stored_chain(self, blocks: list[Block], request: Request) -> None:
+        history = self.history
+        prints = [fingerprint(block.key) for block in blocks]
+        known = 0
+        uses = bytearray()
+        while known < len(blocks) and (no := history.find(prints[known])):
+            request.gap = self._gap(no, -1)
+            taken = history.take(no, prints[known:])
+            self._count_use(no, len(taken))
+            uses += taken
+            known += len(taken)
+            if known and blocks[known - 1].rank + 1 + SLACK_BLOCKS < history.end[no]:
+                request.gap = 0
+            if not history.left[no]:
+                history.drop(no)
+        uses = uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - known)
+        request.new += len(blocks) - known
+        self._reclass(request)
+        tail = blocks[-1].rank >= request.end
+        self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
+
+    def _gap(self, no: int, end: int) -> int:
+        """Bucket of the time since the request that made this run, when this one continues it."""
+        history = self.history
+        if end >= 0 and history.end[no] - end > SLACK_BLOCKS:
+            return 0
+        return gap_bucket(self.now_s - history.time_s[no])
+
+    def _count_use(self, no: int, n_blocks: int) -> None:
+        history, used = self.history, self.table.used
+        key = history.key[no]
+        used[key] = used.get(key, 0.0) + n_blocks / history.length[no]
+
+    def _reclass(self, request: Request) -> None:
+        """A request went on: its runs' classes are what they would be had it come as a whole."""
+        history = self.history
+        alive = []
+        for run in request.runs:
+            if run.tick != request.tick or not run.members:
+                continue
+            alive.append(run)
+            key = history.key[run.no]
+            uses = key // (N_TAILS * _CLASS_SIZE)
+            base, old = first_key(uses, 0, new_bucket(request.new), request.gap), key - key % N_BINS
+            if base != old:
+                self._change(run, base, key)
+        request.runs = alive
+
+    def _change(self, run: Run, base: int, key: int) -> None:
+        """Another class, from the beginning of its life."""
+        history, reached = self.history, self.table.reached
+        part = history.left[run.no] / history.length[run.no]
+        for age in range(key % N_BINS + 1):
+            weight = part if age else 1.0
+            reached[key - key % N_BINS + age] = reached.get(key - key % N_BINS + age, 0.0) - weight
+            reached[base + age] = reached.get(base + age, 0.0) + weight
+        history.key[run.no] = base + key % N_BINS
+        for tier in (DRAM, SSD):
+            if run.waiting[tier] is not None:
+                self._leave_queue(run, tier)
+                self._queue(run, tier)
+
+    # --- runs -----------------------------------------------------------------------------------------------------------
+
+    def _build(self, blocks: list[Block | None], uses: bytearray, request: Request, *, tail: bool = False) -> None:
+        """Runs of these blocks, which are contiguous in their chain, the deepest first."""
+        if not blocks:
+            return
+        first = blocks[0]
+        assert first is not None
+        end = len(blocks)
+        base = first.rank
+        if base + end > request.end:
+            request.end = base + end
+            for run in request.runs:
+                if run.members:
+                    self.history.end[run.no] = request.end
+        variable = first.space.spec.variable
+        buckets = bytes(uses.translate(USE_BUCKETS))
+        new, gap = new_bucket(request.new), request.gap
+        reached, history = self.table.reached, self.history
+        is_tail = tail
+        while end:
+            bucket = buckets[end - 1]
+            start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
+            if variable:
+                sizes = [block.size if block is not None else 0 for block in blocks[start:end]]
+                while start < end - 1 and sizes[start - end] != sizes[-1]:
+                    start += 1
+            key = first_key(bucket, int(is_tail), new, gap)
+            no = history.add(self.now_s, end - start, key, request.end)
+            reached[key] = reached.get(key, 0.0) + 1.0
+            members = blocks[start:end]
+            run = Run(no, request.tick, self.now_s, base + start, members, uses[start:end])
+            self._runs[no] = run
+            n_dram = n_ssd = 0
+            for block in members:
+                block.run = run  # type: ignore[union-attr]
+                where = block.where  # type: ignore[union-attr]
+                n_dram += where & IN_DRAM
+                n_ssd += where & IN_SSD
+            run.n = [n_dram, n_ssd >> 1]
+            request.runs.append(run)
+            self.consider(run)
+            end = start
+            is_tail = False
+
+    def _take_from(self, run: Run, at: int, k: int) -> None:
+        """k of its members from `at` on go to another run."""
+        members = run.members
+        if len(self.tiers) == 1:
+            run.n[DRAM] -= k
+        else:
+            for block in members[at : at + k]:
+                run.n[DRAM] -= block.where & IN_DRAM  # type: ignore[union-attr]
+                run.n[SSD] -= (block.where & IN_SSD) >> 1  # type: ignore[union-attr]
+        members[at : at + k] = [None] * k
+        self.history.left[run.no] -= k
+        self._trim(run)
+
+    def _trim(self, run: Run) -> None:
+        """Ends of the members that are None go; a run without any is forgotten but for its ghosts."""
+        members = run.members
+        while members and members[-1] is None:
+            members.pop()
+            run.uses.pop()
+        if members:
+            if members[0] is None:
+                start = next(i for i, block in enumerate(members) if block is not None)
+                del members[:start], run.uses[:start]
+                run.base += start
+            self.consider(run)
+            return
+        for tier in (DRAM, SSD):
+            if run.waiting[tier] is not None:
+                self._leave_queue(run, tier)
+        del self._runs[run.no]
+        run.tick = 0
+        if not self.history.left[run.no]:
+            self.history.drop(run.no)
+
+    def adopt(self, block: Block) -> None:
+        """A block that an earlier process left, of which nothing else is known; it is in a run after `adopted`."""
+        self._adopting.append(block)
+
+    def adopted(self) -> None:
+        """No more blocks are adopted: chains are put together, nothing is counted of them."""
+        blocks, self._adopting = self._adopting, []
+        blocks.sort(key=lambda block: block.depth)  # parents first
+        self.n_cached += len(blocks)
+        self.n_cached_max = max(self.n_cached_max, self.n_cached)
+        key = first_key(0, 0, 0, 0)
+        for block in blocks:
+            link(block, None)
+            run = block.up.run if block.up is not None else None
+            if run is not None and run.members[-1] is block.up and block.up is not None and block.up.size == block.size:
+                self.history.grow(run.no)
+                run.members.append(block)
+                run.uses.append(1)
+            else:
+                no = self.history.add(self.now_s, 1, key, 0)
+                run = self._runs[no] = Run(no, 1, self.now_s, block.rank, [block], bytearray(b"\x01"))
+            run.n[SSD] += 1
+            block.run = run
+        for run in self._runs.values():
+            self.consider(run)
+
+    def leave(self, block: Block) -> None:
+        """The block is in no tier any more."""
+        run = block.run
+        assert run is not None
+        members, history = run.members, self.history
+        block.run = None
+        unlink(block)
+        if members[-1] is block:
+            members.pop()
+            history.become_ghosts(run.no, [fingerprint(block.key)], bytes([run.uses.pop()]))
+            self._trim(run)
+            self._forget()
+        else:
+            members[run.index(block)] = None
+            history.left[run.no] -= 1
+            self._trim(run)
+
+    def retire(self, blocks: Sequence[Block]) -> None:
+        """The deepest of one run, the deepest first, are in no tier any more."""
+        run = blocks[0].run
+        assert run is not None
+        n = len(blocks)
+        up = blocks[-1].up
+        uses = run.uses[: -n - 1 : -1]
+        del run.members[-n:], run.uses[-n:]
+        run.n[DRAM] -= n
+        self.history.become_ghosts(run.no, [fingerprint(block.key) for block in blocks], uses)
+        for block in blocks:
+            block.run = None
+            block.where = 0
+        unlink(blocks[-1])
+        for block in blocks:
+            block.up = block.kid = block.next_kid = block.last_kid = None
+            block.n_dram_kids = 0
+        if up is not None:
+            up.n_dram_kids -= 1
+            if up.run is not None and up.run is not run:
+                self.consider(up.run)
+        self._trim(run)
+        self._forget()
+
+    def _forget(self) -> None:
+        history, limit = self.history, HISTORY_RATIO * max(self.n_cached_max, HISTORY_MIN // HISTORY_RATIO)
+        while history.n_ghosts > limit:
+            no = history.forget_oldest()
+            if not history.left[no]:
+                history.drop(no)
+
+    def consider(self, run: Run) -> None:
+        """Queues the run in each tier where its deepest block may leave, and takes it out elsewhere."""
+        for tier in (DRAM, SSD):
+            may = False
+            if run.n[tier]:
+                block = run.deepest(tier)
+                if tier == DRAM:
+                    may = not block.where & PARKED_DRAM and not block.n_dram_kids
+                else:
+                    may = not block.where & PARKED_SSD and (block.kid is None or bool(block.where & IN_DRAM))
+            if may:
+                if run.waiting[tier] is None:
+                    self._queue(run, tier)
+            elif run.waiting[tier] is not None:
+                self._leave_queue(run, tier)
+
+    def _queue(self, run: Run, tier: int) -> None:
+        block = run.deepest(tier)
+        group = block.group if tier == DRAM else block.ssd_copy.group  # type: ignore[union-attr]
+        run.waiting[tier] = cast(RunGroup, group).push(run, self.history.key[run.no])
+
+    def _leave_queue(self, run: Run, tier: int) -> None:
+        waiting = run.waiting[tier]
+        assert waiting is not None
+        del waiting[run]
+        run.waiting[tier] = None
+
+    # --- for measurement ------------------------------------------------------------------------------------------------
+
+    def history_bytes_per_id(self) -> float:
+        """Of the packed history, for each block that it knows, cached or not."""
+        return self.history.n_bytes() / max(1, self.history.n_ghosts + self.n_cached)
+
+    def check(self) -> None:
+        """Asserts the invariants. O(everything)."""
+        self.history.check()
+        for no, run in self._runs.items():
+            assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
+            members = [block for block in run.members if block is not None]
+            assert all(block.run is run and block.where & IN_ANY for block in members)
+            assert run.n == [sum(bool(b.where & bit) for b in members) for bit in IN], "copies are miscounted"
+            waits = list(run.waiting)
+            self.consider(run)
+            assert waits == run.waiting, "queued, or not, without reason"
+            assert all(waiting is None or run in waiting for waiting in run.waiting)

@@ -1,0 +1,197 @@
+"""One tier's face of the learned policy (`hazard.Hazard`): the `EvictionPolicy` that rooms and copies talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from kvpool.core.policy.eviction import Entry, Group, GroupKey
+from kvpool.core.policy.queues import RunGroup
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, link
+
+if TYPE_CHECKING:
+    from kvpool.core.block import Block, SsdCopy
+    from kvpool.core.policy.hazard import Hazard
+
+JOIN_TICKS: Final = 256  # a later batch of a chain used so few batches ago, and
+JOIN_S: Final = 60.0  # so few seconds, is of the same request
+TIE: Final = 1e-12  # of the order, a second: of equals the one used longer ago goes first
+NOT_HERE: Final = 1
+
+
+class HazardTier:
+    """One tier's `EvictionPolicy`, a face of the worker's `Hazard`."""
+
+    by_recency = False
+
+    def __init__(self, brain: Hazard, tier: int) -> None:
+        self._brain, self._tier = brain, tier
+        self._in, self._parked = IN[tier], PARKED[tier]
+        self._groups: dict[GroupKey, RunGroup] = {}
+
+    def at(self, now_ms: int) -> None:
+        self._brain.at(now_ms)
+
+    def group(self, key: GroupKey) -> Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = RunGroup(key, self._brain.table)
+        return group
+
+    def groups(self) -> Sequence[Group]:
+        return list(self._groups.values())
+
+    def drop_group(self, key: GroupKey) -> None:
+        group = self._groups.get(key)
+        if group is not None and not group.n_entries:
+            del self._groups[key]
+
+    def add(self, entries: Sequence[Entry], tick: int, ranks: Sequence[int]) -> None:
+        del ranks
+        brain, tier, bit = self._brain, self._tier, self._in
+        fresh: list[Block] = []
+        above: Block | None = None
+        for entry in entries:
+            block = self._block(entry)
+            cast(RunGroup, entry.group).n_entries += 1
+            if not block.where & IN_ANY:
+                brain.n_cached += 1
+                if block.up is None:
+                    link(block, above)
+            block.where |= bit
+            if tier == DRAM and block.up is not None:
+                block.up.n_dram_kids += 1
+                if block.up.run is not None:
+                    brain.consider(block.up.run)
+            run = block.run
+            if run is None:
+                fresh.append(block)
+            else:
+                run.joined(block, tier)
+                brain.consider(run)
+            above = block
+        if brain.n_cached > brain.n_cached_max:
+            brain.n_cached_max = brain.n_cached
+        if fresh:
+            brain.stored(fresh, tick)
+
+    def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
+        del rank
+        if self._tier == DRAM:  # (the SSD copies of the same blocks are named to the other one)
+            self._brain.used(cast("Sequence[Block | None]", entries), tick)
+
+    def remove(self, entry: Entry) -> None:
+        block, brain, tier = self._block(entry), self._brain, self._tier
+        if not block.where & self._in:
+            return
+        block.where &= ~(self._in | self._parked)
+        cast(RunGroup, entry.group).n_entries -= 1
+        run = block.run
+        assert run is not None
+        run.n[tier] -= 1
+        up = block.up
+        if tier == DRAM and up is not None:
+            up.n_dram_kids -= 1
+        if not block.where & IN_ANY:
+            brain.n_cached -= 1
+            brain.leave(block)
+        else:
+            brain.consider(run)
+        if up is not None and up.run is not None and up.run is not run:
+            brain.consider(up.run)
+
+    def victim(self, group: Group) -> Entry | None:
+        run = cast(RunGroup, group).first()
+        return None if run is None else self._entry(run.deepest(self._tier))
+
+    def victims(self, group: Group, n: int) -> Sequence[Entry]:
+        run = cast(RunGroup, group).first()
+        if run is None:
+            return ()
+        return (self._entry(run.deepest(self._tier)),) if self._tier != DRAM else run.end_of(n, run.deepest(DRAM))
+
+    def retire(self, entries: Sequence[Entry]) -> None:
+        brain = self._brain
+        if len(brain.tiers) > 1:
+            for entry in entries:
+                self.remove(entry)
+        elif entries:
+            cast(RunGroup, entries[0].group).n_entries -= len(entries)
+            brain.n_cached -= len(entries)
+            brain.retire(cast("Sequence[Block]", entries))
+
+    def coldest(self, group: Group, n: int) -> list[Entry]:
+        found: list[Entry] = []
+        for entry in self.in_order(group):
+            if len(found) >= n:
+                break
+            found.append(entry)
+        return found
+
+    def in_order(self, group: Group) -> Iterator[Entry]:
+        """Blocks of this tier, about in the order in which they would leave. Nothing may change meanwhile."""
+        for run in cast(RunGroup, group).in_order():
+            for block in reversed(run.members):
+                if block is not None and block.where & self._in:
+                    yield self._entry(block)
+
+    def tick_of(self, entry: Entry) -> int:
+        block = self._block(entry)
+        return block.run.tick if block.run is not None and block.where & self._in else 0
+
+    def place_of(self, entry: Entry) -> tuple[int, int]:
+        return self.tick_of(entry), self._block(entry).rank
+
+    def order_of(self, entry: Entry) -> float:
+        block, brain = self._block(entry), self._brain
+        run = block.run
+        if run is None or not block.where & self._in:
+            return NOT_HERE
+        return -brain.table.index[brain.history.key[run.no]] * (1 + TIE * run.time_s)
+
+    def is_recent(self, tick: int, now: int, group: Group) -> bool:
+        del group
+        return tick > 0 and now - tick <= JOIN_TICKS
+
+    def adopt(self, entry: Entry, tick: int, rank: int) -> None:
+        del tick, rank
+        block = self._block(entry)
+        cast(RunGroup, entry.group).n_entries += 1
+        block.where |= self._in
+        self._brain.adopt(block)
+
+    def adopted(self) -> None:
+        self._brain.adopted()
+
+    def behind(self, group: Group, tick: int, rank: int) -> list[Entry]:
+        del group, tick, rank
+        return []  # (what hangs below a block that is lost goes with it)
+
+    def joins(self, entry: Entry, now: int) -> int:
+        tick, run = self.tick_of(entry), self._block(entry).run
+        under_way = run is not None and 0 < now - tick + 1 <= JOIN_TICKS and self._brain.now_s - run.time_s <= JOIN_S
+        return tick if under_way else 0
+
+    def park(self, entry: Entry) -> None:
+        block = self._block(entry)
+        if block.where & self._in and not block.where & self._parked:
+            block.where |= self._parked
+            self._brain.consider(block.run)  # type: ignore[arg-type]
+
+    def is_parked(self, entry: Entry) -> bool:
+        return bool(self._block(entry).where & self._parked)
+
+    def unpark(self, entry: Entry) -> None:
+        block = self._block(entry)
+        if block.where & self._parked:
+            block.where &= ~self._parked
+            self._brain.consider(block.run)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        self._brain.check()
+
+    def _block(self, entry: Entry) -> Block:
+        return cast("Block", entry) if self._tier == DRAM else cast("SsdCopy", entry).block
+
+    def _entry(self, block: Block) -> Entry:
+        return block if self._tier == DRAM else cast(Entry, block.ssd_copy)

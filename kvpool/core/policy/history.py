@@ -1,0 +1,253 @@
+"""Packed memory of the learned policy: what it keeps of every run of blocks, and of blocks that left ("ghosts").
+
+Owns the arrays. Does not own what they mean for eviction (`hazard`), nor cached blocks (a run's members are there).
+
+    run (number 1..)    time, length, class and age, blocks left, end of its request ............. 22 bytes
+                        places in the queue by age, the queue of ghosts, the table of heads ....... 24 bytes
+    ghost               60 bits of the key's hash and its use count, the next deeper one .......... 12 bytes
+
+A run is a stretch of one chain. Blocks leave it at its head (a later request takes them over) and become ghosts from its end,
+so its ghosts are the stretch below its cached blocks, and whoever comes down the chain meets their first one first: only that
+one (the head) can be looked up. Ghosts are forgotten run by run, in the order in which runs got their first.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.core.policy.classes import EDGES_S, N_BINS
+
+USE_BITS: Final = 4
+USE_MASK: Final = (1 << USE_BITS) - 1
+PRINT_MASK: Final = (1 << 60) - 1
+HEADS_MIN: Final = 1024
+
+
+def fingerprint(key: bytes) -> int:
+    """60 bits of a key. Two keys with the same one would share a use count, no more."""
+    return hash(key) & PRINT_MASK
+
+
+class _Queues:
+    """First in, first out queues of run numbers, with removal from the middle, in two arrays."""
+
+    def __init__(self, n: int) -> None:
+        self.first, self.last = [0] * n, [0] * n
+        self.after, self.before = array("I", [0]), array("I", [0])
+
+    def push(self, queue: int, no: int) -> None:
+        last = self.last[queue]
+        self.before[no], self.after[no] = last, 0
+        if last:
+            self.after[last] = no
+        else:
+            self.first[queue] = no
+        self.last[queue] = no
+
+    def remove(self, queue: int, no: int) -> None:
+        before, after = self.before[no], self.after[no]
+        if before:
+            self.after[before] = after
+        else:
+            self.first[queue] = after
+        if after:
+            self.before[after] = before
+        else:
+            self.last[queue] = before
+
+
+class History:
+    """Runs and ghosts. All calls O(1), or O(blocks named)."""
+
+    def __init__(self) -> None:
+        self.time_s = array("d", [0.0])  # of the run's last use
+        self.length = array("I", [0])  # blocks when it was made: what the tables' events are parts of
+        self.left = array("I", [0])  # of these, cached or ghosts
+        self.end = array("I", [0])  # rank behind the last block of the request that made it
+        self.key = array("H", [0])  # class and age
+        self.ages = _Queues(N_BINS)
+        self._fading = _Queues(1)
+        self._head = array("I", [0])  # its first ghost, 0: none
+        self._next_in_slot = array("I", [0])
+        self._slots = array("I", bytes(4 * HEADS_MIN))
+        self._n_heads = 0
+        self._free: list[int] = []
+        self._ghost_print = array("Q", [0])
+        self._ghost_next = array("I", [0])
+        self._ghost_free = 0
+        self.n_ghosts = 0
+        self.n_runs = 0
+
+    # --- runs -----------------------------------------------------------------------------------------------------------
+
+    def add(self, now_s: float, length: int, key: int, end: int) -> int:
+        """A new run of age bin 0. -> its number."""
+        self.n_runs += 1
+        if self._free:
+            no = self._free.pop()
+            self.time_s[no], self.length[no], self.left[no], self.end[no], self.key[no] = now_s, length, length, end, key
+        else:
+            no = len(self.time_s)
+            self.time_s.append(now_s)
+            self.key.append(key)
+            for column, value in ((self.length, length), (self.left, length), (self.end, end)):
+                column.append(value)
+            for column in (self.ages.after, self.ages.before, self._fading.after, self._fading.before, self._head,
+                           self._next_in_slot):  # fmt: skip
+                column.append(0)
+        self.ages.push(0, no)
+        return no
+
+    def grow(self, no: int) -> None:
+        """The run has one block more."""
+        self.length[no] += 1
+        self.left[no] += 1
+
+    def drop(self, no: int) -> None:
+        """A run of which nothing is left."""
+        assert not self._head[no]
+        age = self.key[no] % N_BINS
+        if age < N_BINS - 1:
+            self.ages.remove(age, no)
+        self.n_runs -= 1
+        self._free.append(no)
+
+    def aged(self, now_s: float) -> list[tuple[int, int]]:
+        """Moves runs to the age bin that they have reached. -> (number, new `key`) for each bin that one got to, in order."""
+        moved: list[tuple[int, int]] = []
+        ages, times, keys = self.ages, self.time_s, self.key
+        for age in range(N_BINS - 1):
+            due = now_s - EDGES_S[age + 1]
+            while (no := ages.first[age]) and times[no] <= due:
+                ages.remove(age, no)
+                key = keys[no] = keys[no] + 1
+                moved.append((no, key))
+                if age + 1 < N_BINS - 1:
+                    ages.push(age + 1, no)
+        return moved
+
+    # --- ghosts ---------------------------------------------------------------------------------------------------------
+
+    def become_ghosts(self, no: int, prints: Sequence[int], uses: Sequence[int]) -> None:
+        """The run's deepest cached blocks left, the deepest first; they are above the run's other ghosts."""
+        head = self._head[no]
+        if head:
+            self._unlist(no, head)
+        else:
+            self._fading.push(0, no)
+        column, following = self._ghost_print, self._ghost_next
+        for print60, n_uses in zip(prints, uses, strict=True):
+            node = self._ghost_free
+            if node:
+                self._ghost_free = following[node]
+                column[node], following[node] = print60 << USE_BITS | n_uses, head
+            else:
+                node = len(column)
+                column.append(print60 << USE_BITS | n_uses)
+                following.append(head)
+            head = node
+        self._head[no] = head
+        self.n_ghosts += len(prints)
+        self._list(no, prints[-1])
+
+    def find(self, print60: int) -> int:
+        """Number of the run whose first ghost this is, 0: none."""
+        no = self._slots[print60 & (len(self._slots) - 1)]
+        prints, head = self._ghost_print, self._head
+        while no and prints[head[no]] >> USE_BITS != print60:
+            no = self._next_in_slot[no]
+        return no
+
+    def take(self, no: int, prints: Sequence[int]) -> bytes:
+        """Ghosts of the run, from its first, that are equal to these, are ghosts no more. -> their use counts. `left` is
+        lowered; a run with nothing left is the caller's to drop."""
+        node = self._head[no]
+        self._unlist(no, node)
+        uses = bytearray()
+        for print60 in prints:
+            if not node or self._ghost_print[node] >> USE_BITS != print60:
+                break
+            uses.append(self._ghost_print[node] & USE_MASK)
+            node = self._release(node)
+        self.left[no] -= len(uses)
+        self._head[no] = node
+        if node:
+            self._list(no, self._ghost_print[node] >> USE_BITS)
+        else:
+            self._fading.remove(0, no)
+        return bytes(uses)
+
+    def forget_oldest(self) -> int:
+        """Forgets the ghosts of the run that has some for longest. -> its number (0: there is none)."""
+        no = self._fading.first[0]
+        if no:
+            node = self._head[no]
+            self._unlist(no, node)
+            while node:
+                self.left[no] -= 1
+                node = self._release(node)
+            self._head[no] = 0
+            self._fading.remove(0, no)
+        return no
+
+    def _release(self, node: int) -> int:
+        following = self._ghost_next[node]
+        self._ghost_next[node], self._ghost_free = self._ghost_free, node
+        self.n_ghosts -= 1
+        return following
+
+    def _list(self, no: int, print60: int) -> None:
+        if self._n_heads > len(self._slots):
+            self._grow()
+        slot = print60 & (len(self._slots) - 1)
+        self._next_in_slot[no] = self._slots[slot]
+        self._slots[slot] = no
+        self._n_heads += 1
+
+    def _unlist(self, no: int, head: int) -> None:
+        slots, following = self._slots, self._next_in_slot
+        slot = (self._ghost_print[head] >> USE_BITS) & (len(slots) - 1)
+        if slots[slot] == no:
+            slots[slot] = following[no]
+        else:
+            at = slots[slot]
+            while following[at] != no:
+                at = following[at]
+            following[at] = following[no]
+        self._n_heads -= 1
+
+    def _grow(self) -> None:
+        listed: list[int] = []
+        for no in self._slots:
+            while no:
+                listed.append(no)
+                no = self._next_in_slot[no]
+        self._slots = array("I", bytes(8 * len(self._slots)))
+        for no in listed:
+            slot = (self._ghost_print[self._head[no]] >> USE_BITS) & (len(self._slots) - 1)
+            self._next_in_slot[no] = self._slots[slot]
+            self._slots[slot] = no
+
+    def n_bytes(self) -> int:
+        """Of all arrays, with what they have in reserve."""
+        words = [self.length, self.left, self.end, self.key,
+                 self.ages.after, self.ages.before, self._fading.after, self._fading.before,
+                 self._head, self._next_in_slot, self._slots, self._ghost_print, self._ghost_next]  # fmt: skip
+        return sum(map(sys.getsizeof, words)) + sys.getsizeof(self.time_s) + sys.getsizeof(self._free) + 32 * len(self._free)
+
+    def check(self) -> None:
+        """Asserts the invariants. O(everything)."""
+        n, heads, no = 0, 0, self._fading.first[0]
+        while no:
+            heads += 1
+            node, of_run = self._head[no], 0
+            assert node and self.find(self._ghost_print[node] >> USE_BITS), "a ghost that cannot be found"
+            while node:
+                n, of_run = n + 1, of_run + 1
+                node = self._ghost_next[node]
+            assert of_run <= self.left[no] <= self.length[no], "more ghosts than blocks"
+            no = self._fading.after[no]
+        assert n == self.n_ghosts and heads == self._n_heads, "ghosts are miscounted"

@@ -1,0 +1,100 @@
+"""Life tables: by class and age, how many runs of blocks got there, how many were used again there, and what that makes of a
+run's worth.
+
+Owns the counts, their smoothing and the index. Does not own what a run is (`hazard`). Life tables and their estimate are
+Kaplan and Meier's (1958); the index, the best ratio of hits to block-seconds over all times at which one may give up, is
+Gittins' (1979); hit density by class and age is from LHD (NSDI 2018).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from kvpool.core.policy.classes import EDGES_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS
+
+DECAY: Final = 0.95  # of all counts at a refresh
+SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a finer one's
+PRIOR: Final = 0.2  # chance of use in one doubling of age before anything is known: the order of LRU
+CHANCE_MAX: Final = 0.999
+_GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS, 1)  # coarse to fine
+_WIDTHS_S: Final = np.diff(np.array(EDGES_S))
+_MAGIC: Final = b"KVLT\x01"
+_HEAD: Final = struct.Struct("<5sHHQ")  # magic, classes, bins, xxh3-64 of the rest
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+class LifeTable:
+    """`index[key]`: the worth of a run of that class and age: hits to come for each block and second that it is kept; what is
+    worth least leaves first. `version` grows whenever it changed."""
+
+    def __init__(self) -> None:
+        self._reached: Floats = np.zeros((N_CLASSES, N_BINS))
+        self._used: Floats = np.zeros((N_CLASSES, N_BINS))
+        self.reached: dict[int, float] = {}  # by key, since the last refresh
+        self.used: dict[int, float] = {}
+        self.index: list[float] = gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES
+        self.version = 0
+
+    def refresh(self) -> None:
+        """Takes in what was counted since the last time and makes the index anew. O(classes seen), about 1.5 ms for 200."""
+        for counted, table in ((self.reached, self._reached), (self.used, self._used)):
+            if counted:
+                table.flat[list(counted)] += list(counted.values())
+                np.maximum(table, 0.0, out=table)
+                counted.clear()
+        self._estimate()
+        self._reached *= DECAY
+        self._used *= DECAY
+
+    def _estimate(self) -> None:
+        """Chances of use: each class's own, shrunk to those of the coarser classes above it."""
+        reached, used = self._reached, self._used
+        seen = np.flatnonzero(reached[:, 0] > 0)
+        overall = (used.sum(0) + SHRINKAGE * PRIOR) / (reached.sum(0) + SHRINKAGE)
+        chance: Floats = np.broadcast_to(overall, (len(seen), N_BINS))
+        for grouping in _GROUPINGS:
+            group = seen // grouping
+            size = int(group.max()) + 1 if len(group) else 0
+            n, d = np.zeros((size, N_BINS)), np.zeros((size, N_BINS))
+            np.add.at(n, group, reached[seen])
+            np.add.at(d, group, used[seen])
+            chance = (d[group] + SHRINKAGE * chance) / (n[group] + SHRINKAGE)
+        worth = gittins(np.minimum(chance, CHANCE_MAX))
+        for row, of_class in zip(worth.tolist(), seen.tolist(), strict=True):
+            self.index[of_class * N_BINS : (of_class + 1) * N_BINS] = row
+        self.version += 1
+
+    def to_bytes(self) -> bytes:
+        """For another process of the same worker; what was not taken in by a refresh is left out."""
+        body = np.stack([self._reached, self._used]).astype("<f4").tobytes()
+        return _HEAD.pack(_MAGIC, N_CLASSES, N_BINS, xxhash.xxh3_64_intdigest(body)) + body
+
+    def from_bytes(self, saved: bytes) -> None:
+        """What `to_bytes` made, in the place of what is here. ValueError when it is not that."""
+        if len(saved) != _HEAD.size + 2 * N_CLASSES * N_BINS * 4:
+            raise ValueError(f"{len(saved)} bytes are no saved life table")
+        magic, n_classes, n_bins, digest = _HEAD.unpack_from(saved)
+        body = saved[_HEAD.size :]
+        if (magic, n_classes, n_bins) != (_MAGIC, N_CLASSES, N_BINS) or digest != xxhash.xxh3_64_intdigest(body):
+            raise ValueError("not a life table of this version, or damaged")
+        tables = np.frombuffer(body, dtype="<f4").astype(np.float64).reshape(2, N_CLASSES, N_BINS)
+        if not np.isfinite(tables).all() or (tables < 0).any():
+            raise ValueError("counts that are no counts")
+        self._reached, self._used = tables[0].copy(), tables[1].copy()
+        self._estimate()
+
+
+def gittins(chance: Floats) -> Floats:
+    """Chances of use [n, bins] of those that reach a bin -> index [n, bins], in uses a block-second."""
+    stay = 1 - chance
+    cost = _WIDTHS_S * (1 - 0.5 * chance)  # a use comes in the middle of its bin
+    index = np.zeros_like(chance)
+    for j in range(N_BINS):
+        here = np.cumprod(np.concatenate([np.ones((len(chance), 1)), stay[:, j:-1]], 1), 1)
+        index[:, j] = (np.cumsum(here * chance[:, j:], 1) / np.cumsum(here * cost[:, j:], 1)).max(1)
+    return index

@@ -1,0 +1,133 @@
+"""Runs of blocks and families of blocks, as the learned policy (`hazard`) keeps them: no decisions.
+
+A family: a block knows its parent and its children that are in a tier of this worker, so that no parent leaves before a child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvpool.core.types import HASH_BYTES, Key
+
+if TYPE_CHECKING:
+    from kvpool.core.block import Block
+    from kvpool.core.policy.queues import Waiting
+
+DRAM, SSD = 0, 1
+IN_DRAM, IN_SSD, PARKED_DRAM, PARKED_SSD = 1, 2, 4, 8  # of Block.where
+FAR: Final = 1 << 60
+IN_ANY: Final = IN_DRAM | IN_SSD
+IN, PARKED = (IN_DRAM, IN_SSD), (PARKED_DRAM, PARKED_SSD)
+
+
+class Request:
+    """What is known of a request under way: its batches have one tick."""
+
+    __slots__ = ("end", "gap", "new", "runs", "tick")
+
+    def __init__(self, tick: int) -> None:
+        self.tick = tick
+        self.gap = 0  # bucket
+        self.new = 0  # blocks that were not known
+        self.end = 0  # rank behind its last block
+        self.runs: list[Run] = []
+
+
+class Run:
+    """Cached blocks of a run: `members[i]` has rank `base + i`, None: no more of this run; the last is one. `uses[i]`: how often
+    it was used. `n`: blocks in each tier. `waiting`: where it is queued, None: it may not lose one there now."""
+
+    __slots__ = ("base", "ends", "members", "n", "no", "tick", "time_s", "uses", "waiting")
+
+    def __init__(self, no: int, tick: int, time_s: float, base: int, members: list[Block | None], uses: bytearray) -> None:
+        self.no, self.tick, self.time_s, self.base, self.members, self.uses = no, tick, time_s, base, members, uses
+        self.n = [0, 0]
+        self.ends = [FAR, FAR]  # ranks: none in that tier is at this one or behind it
+        self.waiting: list[Waiting | None] = [None, None]
+
+    def end_of(self, n: int, deepest: Block) -> list[Block]:
+        """Its deepest in DRAM and those above it, one after the other: at most n, and none above a gap, one that is parked, or
+        one that has other children in DRAM."""
+        found = [deepest]
+        while len(found) < n:
+            block = found[-1].up
+            if block is None or block.run is not self or block.n_dram_kids > 1:
+                break
+            if block.where & (IN_DRAM | PARKED_DRAM) != IN_DRAM:
+                break
+            found.append(block)
+        return found
+
+    def deepest(self, tier: int) -> Block:
+        bit, base, members = IN[tier], self.base, self.members
+        i = min(len(members), self.ends[tier] - base) - 1
+        while i >= 0:
+            block = members[i]
+            if block is not None and block.where & bit:
+                self.ends[tier] = base + i + 1
+                return block
+            i -= 1
+        raise AssertionError("it has none in this tier")
+
+    def joined(self, block: Block, tier: int) -> None:
+        """A member has a copy in this tier now."""
+        self.n[tier] += 1
+        self.ends[tier] = max(self.ends[tier], block.rank + 1 if self.is_at(block, block.rank - self.base) else FAR)
+
+    def is_at(self, block: Block, at: int) -> bool:
+        return 0 <= at < len(self.members) and self.members[at] is block
+
+    def index(self, block: Block) -> int:
+        """Where it is in `members`."""
+        at = block.rank - self.base
+        return at if self.is_at(block, at) else self.members.index(block)  # (not of one chain)
+
+
+def common(members: list[Block | None], at: int, blocks: Sequence[Block | None], i: int) -> int:
+    """How many of `members` from `at` on are `blocks` from i on."""
+    k = min(len(members) - at, len(blocks) - i)
+    if members[at : at + k] == blocks[i : i + k]:
+        return k
+    n = 0
+    while n < k and members[at + n] is blocks[i + n]:
+        n += 1
+    return n
+
+
+def link(block: Block, above: Block | None) -> None:
+    """Makes it a child of its parent, when that is in a tier."""
+    if not block.depth:
+        return
+    if above is None or above.key[:HASH_BYTES] != block.parent or above.space is not block.space:
+        above = block.space.blocks.get(Key(block.parent + block.key[HASH_BYTES:]))
+    if above is None or above.depth >= block.depth:
+        return
+    block.up, kid = above, above.kid
+    block.next_kid, block.last_kid = kid, None
+    if kid is not None:
+        kid.last_kid = block
+    above.kid = block
+    if block.where & IN_DRAM:
+        above.n_dram_kids += 1
+
+
+def unlink(block: Block) -> None:
+    """Gone: no child of its parent any more, no parent of its children."""
+    up = block.up
+    if up is not None:
+        after, before = block.next_kid, block.last_kid
+        if before is None:
+            up.kid = after
+        else:
+            before.next_kid = after
+        if after is not None:
+            after.last_kid = before
+        block.up = block.next_kid = block.last_kid = None
+    kid = block.kid
+    while kid is not None:
+        after = kid.next_kid
+        kid.up = kid.next_kid = kid.last_kid = None
+        kid = after
+    block.kid = None
+    block.n_dram_kids = 0
