@@ -45,8 +45,8 @@ class PoolLink:
         self._thread = threading.Thread(target=self._run, name="kvpool-link", daemon=True)
         self._thread.start()
 
-    def wait_ready(self, timeout_ms: int) -> bool:
-        """Waits for the pool at the engine's start, at most so long; it may come later just as well."""
+    def wait_ready(self, timeout_ms: float) -> bool:
+        """Waits until there is a namespace, at most so long; it may come later just as well."""
         return self._ready.wait(timeout_ms / 1e3)
 
     def lost(self, error: KVPoolError) -> None:
@@ -54,6 +54,7 @@ class PoolLink:
         if self.namespace is not None:
             log.warning("event=kvpool_namespace_lost who=%s reason=%s", self._who, error)
             self.namespace = None
+            self._ready.clear()
             self._wanted.set()
 
     def later(self, chore: Callable[[], object]) -> None:

@@ -115,6 +115,10 @@ class SchedulerHalf:
         except KVPoolError as error:
             log.debug("event=kvpool_lookup_failed request=%s reason=%s", request.request_id, error)
             self._failed_lookup(error)
+        except Exception:  # whatever it is, the engine can do without the pool
+            log.exception("event=kvpool_lookup_error request=%s", request.request_id)
+            self.stats.count_of("causes", "lookup_internal")
+            tracked.gave_up = True
         return 0
 
     def _match(self, namespace: Namespace, wanted: PrefixHashes, tracked: _Tracked) -> int | None:

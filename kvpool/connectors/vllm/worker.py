@@ -102,6 +102,8 @@ class WorkerHalf:
 
     def _fetch(self, job: LoadJob, began: float) -> tuple[int, str]:
         """Leading blocks of the job that are in the paged tensors now, and why not the next one."""
+        if self.link.namespace is None:  # the scheduler's half has found the pool a moment earlier
+            self.link.wait_ready(job.budget_ms / 2)
         namespace, paged, n = self.link.namespace, self._paged, len(job.block_ids)
         if namespace is None or paged is None:
             return 0, "not_connected"
