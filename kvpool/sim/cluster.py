@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
-from kvpool.core.block import Block
 from kvpool.core.keys import KeyBatch
 from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
@@ -30,7 +28,7 @@ from kvpool.sim.node import SimNode, build
 from kvpool.sim.plane import Plane
 from kvpool.sim.redis import Accepted, RedisData, RedisServer
 from kvpool.sim.rpc import Channel
-from kvpool.sim.scenario import Client, Master, Scenario, Worker
+from kvpool.sim.scenario import ECHO_S, Client, Master, Scenario, Sighted, Worker
 from kvpool.sim.session import SimAgent
 from kvpool.sim.store import LocalStore, StoreData
 from kvpool.sim.story import Story
@@ -40,29 +38,6 @@ BLOCK_BYTES: Final = 4096
 LAYOUT: Final = KVLayout.opaque(BLOCK_BYTES, 16)
 STORE_HOST: Final = "store"
 MENDED_S: Final = 3.0  # after a fail-over the leader has noticed and has written again what was lost
-ECHO_S: Final = 0.5  # a fault that is over is felt this long: retries, new connections
-
-
-@dataclass(slots=True)
-class _Copy:
-    """See `checker.Copy`."""
-
-    cluster: Cluster
-    worker: str
-    node: SimNode
-    block: Block
-    epoch: int
-
-    def readable_since(self, client: str, begun_s: float) -> bool:
-        cluster, worker = self.cluster, self.cluster.workers[self.worker]
-        leader = cluster.leader()
-        if worker.node is not self.node or not self.block.live or leader is None or leader.state is None:
-            return False
-        if leader.state.epoch != self.epoch or not cluster.is_indexed(self.block.ns, self.block.key, worker):
-            return False
-        near = cluster.host_of(client)
-        touched = ((near,), (worker.host,), (near, worker.host), (leader.process.host,), (near, leader.process.host))
-        return not any(cluster.touched(begun_s - ECHO_S, *who) for who in touched)
 
 
 class Cluster:
@@ -392,7 +367,7 @@ class Cluster:
             block = node.table.spaces[uid].blocks.get(key)
             if block is None or not self.is_indexed(uid, key, worker) or not self._thinks_well(client, node):
                 continue
-            found.append(_Copy(self, worker.name, node, block, leader.state.epoch))
+            found.append(Sighted(self, worker.name, node, block, leader.state.epoch))
         return found
 
     def _thinks_well(self, client: str, node: SimNode) -> bool:

@@ -1,7 +1,7 @@
 """A trace through the worker's own core in one process: its table, its policy and its mover's decisions, without bytes.
 
 Owns the steps of a request (get, promotions, put, writing down), made as a client and a worker make them. Every decision is
-`core.blocks`'. The textbook policies that no worker has are in `sim.textbook`. The real pool's replay is `cli.drive`.
+`core.blocks`'. The textbook policies that no worker has are in `core.policy.textbook`. The real pool's replay is `cli.drive`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.make import policy_of
+from kvpool.core.policy.textbook import TEXTBOOK, access
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES, NamespaceUid
 from kvpool.sim.traces import Request
@@ -129,8 +130,12 @@ class CoreReplay:
         return key
 
 
-def replay(requests: Sequence[Request], replaying: CoreReplay) -> Outcome:
-    """All requests in order."""
+def textbook_replay(requests: Sequence[Request], *, policy: str, capacity: int) -> Outcome:
+    """All requests through a textbook policy with one tier of so many blocks."""
+    outcome = Outcome()
+    cache = TEXTBOOK[policy](capacity)
     for request in requests:
-        replaying.serve(request)
-    return replaying.outcome
+        outcome.n_requests += 1
+        outcome.n_blocks += len(request.ids)
+        outcome.hits_dram += access(cache, request.ids)
+    return outcome

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
+from kvpool.core.block import Block
 from kvpool.sim.client import SimClient
 from kvpool.sim.clock import Process
 from kvpool.sim.disk import Disk
@@ -13,6 +15,11 @@ from kvpool.sim.network import Quality
 from kvpool.sim.node import SimNode
 from kvpool.sim.plane import Plane
 from kvpool.sim.session import SimAgent
+
+if TYPE_CHECKING:
+    from kvpool.sim.cluster import Cluster
+
+ECHO_S: Final = 0.5  # a fault that is over is felt this long: retries, new connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +87,25 @@ class Client:
     starts: int
     process: Process
     client: SimClient
+
+
+@dataclass(slots=True)
+class Sighted:
+    """See `checker.Copy`."""
+
+    cluster: Cluster
+    worker: str
+    node: SimNode
+    block: Block
+    epoch: int
+
+    def readable_since(self, client: str, begun_s: float) -> bool:
+        cluster, worker = self.cluster, self.cluster.workers[self.worker]
+        leader = cluster.leader()
+        if worker.node is not self.node or not self.block.live or leader is None or leader.state is None:
+            return False
+        if leader.state.epoch != self.epoch or not cluster.is_indexed(self.block.ns, self.block.key, worker):
+            return False
+        near = cluster.host_of(client)
+        touched = ((near,), (worker.host,), (near, worker.host), (leader.process.host,), (near, leader.process.host))
+        return not any(cluster.touched(begun_s - ECHO_S, *who) for who in touched)
