@@ -17,6 +17,7 @@ from typing import Any
 from kvpool.cli.ask import master_at
 from kvpool.core.hashing import PrefixHashes
 from tests.support.processes import cli_env
+from tests.support.waiting import wait_until
 
 BLOCK = 32  # the smallest that vLLM's CPU attention takes
 START_S = 600.0
@@ -259,6 +260,12 @@ def corrupt(cluster: Any) -> int:
                 assert put.n_there == 1, put
                 n += 1
     return n
+
+
+def wait_stored(cluster: Any, n_blocks: int) -> None:
+    """Saves are listed by the master a moment after they are on a worker."""
+    client = cluster.connect(mirror=False)
+    wait_until(lambda: client.describe()["index"]["replicas"] == n_blocks, timeout_s=60, what=f"{n_blocks} blocks in the pool")
 
 
 def stored(cluster: Any) -> int:

@@ -31,8 +31,8 @@ from tests.connectors.vllm.engines import (
     prompt,
     stored,
     transfer_to,
+    wait_stored,
 )
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -64,8 +64,8 @@ def test_a_producer_process_then_a_consumer_process(make_cluster: Callable[..., 
                                                     reference: Reference) -> None:  # fmt: skip
     cluster = make_cluster()
     fill(cluster, start_engine, reference)
-    n_stored = stored(cluster)
-    assert n_stored == sum((n + 7) // BLOCK for n in LENGTHS), "blocks that filled up while tokens were made are saved too"
+    n_stored = sum((n + 7) // BLOCK for n in LENGTHS)  # blocks that filled up while tokens were made are saved too
+    wait_stored(cluster, n_stored)
     consumer = start_engine(cluster.master_address, role="kv_consumer")
     consumer.knows(n_stored)
     check_hits(consumer, cluster, reference)
@@ -81,7 +81,7 @@ def fill_itself(engine: Engine, cluster: Any, reference: Reference, n_shards: in
     assert_equal(found, reference.cold)
     assert [one.external for one in found] == [0, 0, 0]
     wanted = n_shards * sum((n + 7) // BLOCK for n in LENGTHS)
-    wait_until(lambda: stored(cluster) == wanted, timeout_s=60, what="all blocks saved")
+    wait_stored(cluster, wanted)
     return wanted
 
 
@@ -121,7 +121,7 @@ def test_sync_loads_and_chunked_prefill(make_cluster: Callable[..., Any], start_
     assert [one.external for one in found] == [5 * BLOCK, 5 * BLOCK]
     assert_equal(found, warm)
     engine.flush()
-    assert stored(cluster) == 300 // BLOCK + 400 // BLOCK, "what was computed in pieces is saved, what tokens were made of is not"
+    wait_stored(cluster, 300 // BLOCK + 400 // BLOCK)  # what was computed in pieces is saved, what tokens were made of is not
     corrupt(cluster)
     engine.reset()
     wrong = engine.generate(whole)
@@ -161,8 +161,9 @@ def test_a_conversation_on_two_instances_in_turn(make_cluster: Callable[..., Any
 
     def seen_by_the_other(turn: int) -> None:
         if turn:
-            engines[(turn - 1) % 2].flush()
-            engines[turn % 2].knows(stored(cluster))
+            n_blocks = (len(last_prompt(reference.turns[:turn])) + 24 - 1) // BLOCK
+            wait_stored(cluster, n_blocks)
+            engines[turn % 2].knows(n_blocks)
 
     found = converse(engines, seen_by_the_other)
     assert_equal(found, reference.turns)
@@ -189,7 +190,7 @@ def test_preemption_under_a_small_cache(make_cluster: Callable[..., Any], start_
     assert_equal(found, wanted)
     assert metrics["vllm:num_preemptions"] > 0
     assert metrics["kvpool:hit_tokens/dram"] > 0
-    engine.flush()
+    wait_stored(cluster, 4 * ((150 + 100 - 1) // BLOCK))
     corrupt(cluster)
     engine.reset()
     wrong = engine.generate(prompts, max_tokens=100)
