@@ -237,8 +237,11 @@ class SchedulerHalf:
         if full <= max(tracked.saved, 0):
             return None
         if tracked.saved < 0:
-            known = namespace.match(chain[:full], shards=self._shards, freshness="mirror")
-            tracked.saved = known
+            try:
+                tracked.saved = namespace.match(chain[:full], shards=self._shards, freshness="mirror")
+            except KVPoolError as error:  # the client is being closed
+                log.debug("event=kvpool_lookup_failed request=%s reason=%s", tracked.request.request_id, error)
+                return None
         first = tracked.saved
         groups = tables()
         ids = list(groups[0][first:full]) if groups else []
