@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def wait_for_port(port: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
             return
         assert time.monotonic() < end, f"nothing listens on {port}"
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
 
 
 def hold(size: int) -> None:
