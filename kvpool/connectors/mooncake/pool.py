@@ -152,7 +152,7 @@ class Pool:
         put = self.namespace.put(hashes_of(digests), list(blocks), deadline_ms=_put_ms(blocks))
         for code, reason in zip(map(code_of, put.outcomes), put.reasons, strict=True):
             if code == RPC_FAIL:
-                say_once(f"put {reason}", "a put was not taken: %s", reason)
+                say_once("put", "a put was not taken (its code is %s; said once): %s", code, reason)
         return [code_of(outcome) for outcome in put.outcomes]
 
     def _replace(self, digests: Sequence[bytes], blocks: Sequence[memoryview]) -> list[int]:
