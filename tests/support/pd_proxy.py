@@ -57,7 +57,9 @@ class Proxy:
     async def ask(self, path: str, body: Any, *, headers: dict[str, str] | None = None) -> Answer:
         """Send it and read the answer to its end."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.client.stream("POST", path, content=content, headers={"content-type": "application/json", **(headers or {})}) as response:
+        async with self.client.stream(
+            "POST", path, content=content, headers={"content-type": "application/json", **(headers or {})}
+        ) as response:
             answer = Answer(response.status_code, response.headers)
             if not response.headers["content-type"].startswith("text/event-stream"):
                 answer.body = json.loads(await response.aread())
