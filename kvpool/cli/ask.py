@@ -71,8 +71,8 @@ class Master:
                 return namespace
         raise NamespaceNotFound(f"namespace: {name!r} does not exist{_nearest(name, [n.name for n in namespaces])}")
 
-    def blocks(self, uid: bytes) -> Iterator[tuple[bytes, int, int]]:
-        """(key, tiers, replicas) of every block, in the master's order, page by page."""
+    def blocks(self, uid: bytes) -> Iterator[tuple[bytes, int, int, int]]:
+        """(key, tiers, replicas, level of its pin) of every block, in the master's order, page by page."""
         from kvpool.core.types import KEY_BYTES
         from kvpool.v1 import master_pb2 as pb
 
@@ -80,7 +80,25 @@ class Master:
         while True:
             reply = self.call("ListBlocks", pb.ListBlocksRequest(namespace=uid, limit=LIST_PAGE_KEYS, after=cursor))
             for i in range(len(reply.keys) // KEY_BYTES):
-                yield reply.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], reply.tiers[i], reply.n_replicas[i]
+                yield reply.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], reply.tiers[i], reply.n_replicas[i], (
+                    reply.pins[i] if reply.pins else 0)  # fmt: skip
+            cursor = reply.cursor
+            if not cursor:
+                return
+
+    def pins(self, uid: bytes) -> Iterator[tuple[bytes, int, int, int]]:
+        """(key, level, ms left, copies) of every pin, in order of the keys."""
+        import struct
+
+        from kvpool.core.types import KEY_BYTES
+        from kvpool.v1 import master_pb2 as pb
+
+        cursor = b""
+        while True:
+            reply = self.call("ListPins", pb.ListPinsRequest(namespace=uid, limit=LIST_PAGE_KEYS, after=cursor))
+            left_ms = struct.unpack(f"<{len(reply.levels)}Q", reply.left_ms)
+            for i in range(len(reply.levels)):
+                yield reply.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], reply.levels[i], left_ms[i], reply.there[i]
             cursor = reply.cursor
             if not cursor:
                 return

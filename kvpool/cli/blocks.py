@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from kvpool.cli.ns import confirm
 from kvpool.errors import ConfigError
 
 Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The namespace.")]
+PIN_WORDS = (None, "soft", "hard")
 REMOVE_WORDS = ("removed", "pending", "absent")
 
 
@@ -23,28 +24,29 @@ def ls(
     deadline: DeadlineOption = "5s",
     json: JsonOption = False,
 ) -> None:
-    """Blocks of a namespace: prefix hash, shard, tiers and copies."""
+    """Blocks of a namespace: prefix hash, shard, tiers, copies and pin."""
     from itertools import islice
 
     from kvpool.core.types import HASH_BYTES, Tiers
 
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         found = list(islice(asked.blocks(asked.namespace(namespace).uid), limit + 1))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "hash": key[:HASH_BYTES].hex(),
             "shard": int.from_bytes(key[HASH_BYTES:], "little"),
             "tiers": [tier.name.lower() for tier in Tiers if tier & tiers and tier.name],
             "copies": copies,
+            "pin": PIN_WORDS[pin],
         }
-        for key, tiers, copies in found[:limit]
+        for key, tiers, copies, pin in found[:limit]
     ]
     more = len(found) > limit
     if json:
         print_json({"namespace": namespace, "blocks": rows, "more": more})
         return
-    lines = [(row["hash"], row["shard"], "+".join(map(str, row["tiers"])), row["copies"]) for row in rows]  # type: ignore[call-overload]
-    table(("HASH", "SHARD", "TIERS", "COPIES"), lines, empty="no blocks")
+    lines = [(row["hash"], row["shard"], "+".join(row["tiers"]), row["copies"], row["pin"] or "-") for row in rows]
+    table(("HASH", "SHARD", "TIERS", "COPIES", "PIN"), lines, empty="no blocks")
     if more:
         print(f"... more than {limit}; see --limit")
 
@@ -69,7 +71,7 @@ def rm(
 
     if bool(hashes) == all_:
         raise ConfigError("say either hashes or --all")
-    packed = [_hash(text) for text in hashes or []]
+    packed = [hash_of(text) for text in hashes or []]
     counts = dict.fromkeys(REMOVE_WORDS, 0)
     pending: list[str] = []
     n_removed = 0
@@ -96,7 +98,8 @@ def rm(
         raise typer.Exit(1)
 
 
-def _hash(text: str) -> bytes:
+def hash_of(text: str) -> bytes:
+    """32 bytes. Raises ConfigError naming the text."""
     try:
         digest = bytes.fromhex(text)
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli import blocks, config_cmd, demo, drain, ns, replay, roles, sim, status, up
+from kvpool.cli import blocks, config_cmd, demo, drain, ns, pins, replay, roles, sim, status, up
 from kvpool.cli.common import PoolGroup
 
 app = typer.Typer(
@@ -48,5 +48,6 @@ app.command("status")(status.status)
 app.add_typer(ns.app, name="ns")
 app.command("ls")(blocks.ls)
 app.command("rm")(blocks.rm)
+app.add_typer(pins.app, name="pin")
 app.command("drain")(drain.drain)
 app.add_typer(config_cmd.app, name="config")

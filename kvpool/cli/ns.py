@@ -16,6 +16,7 @@ from kvpool.cli.common import (
     TokenFileOption,
     format_bytes,
     parse_size,
+    parse_time_ms,
     print_json,
     table,
 )
@@ -36,14 +37,21 @@ def list_(
     deadline: DeadlineOption = "5s",
     json: JsonOption = False,
 ) -> None:
-    """All namespaces."""
+    """All namespaces, with their quotas and pins."""
+    from kvpool.v1 import master_pb2 as pb
+
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
-        found = [facts_of(namespace) for namespace in asked.namespaces()]
+        statuses = {s.namespace.uid: s for s in asked.call("Describe", pb.DescribeRequest()).namespaces}
+        found = [facts_of(n) | _keeping(statuses.get(n.uid)) for n in asked.namespaces()]
     if json:
         print_json({"namespaces": found})
         return
-    rows = [(n["name"], format_bytes(n["block_bytes"]), n["hash"], n["replicas"], n["layout"]["model"]) for n in found]
-    table(("NAMESPACE", "BLOCK", "HASH", "REPLICAS", "MODEL"), rows, empty="no namespaces")
+    rows = [
+        (n["name"], format_bytes(n["block_bytes"]), n["hash"], n["replicas"], quota_words(n), ttl_words(n), pin_words(n),
+         n["layout"]["model"])
+        for n in found
+    ]  # fmt: skip
+    table(("NAMESPACE", "BLOCK", "HASH", "REPLICAS", "QUOTA USED", "TTL", "PINS", "MODEL"), rows, empty="no namespaces")
 
 
 @app.command("show")
@@ -62,7 +70,7 @@ def show(
         reply = asked.call("Describe", pb.DescribeRequest())
     for entry in reply.namespaces:
         if entry.namespace.name == name:
-            facts |= {"blocks": entry.blocks, "bytes": entry.bytes}
+            facts |= {"blocks": entry.blocks, "bytes": entry.bytes, **_keeping(entry)}
     if json:
         print_json(facts)
         return
@@ -84,6 +92,7 @@ def create(
     salt: Annotated[str, typer.Option("--salt", metavar="HEX", help="Bytes that go into every hash.")] = "",
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Copies of a block, on different workers.")] = 1,
     quota: Annotated[str | None, typer.Option("--quota", metavar="SIZE", help="At most this much in the pool.")] = None,
+    ttl: Annotated[str | None, typer.Option("--ttl", metavar="TIME", help="Blocks expire so long after their last put.")] = None,
     master: MasterOption = None,
     token_file: TokenFileOption = None,
     deadline: DeadlineOption = "5s",
@@ -112,6 +121,7 @@ def create(
         salt=salt_bytes,
         replicas=replicas,
         quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
+        ttl_s=None if ttl is None else parse_time_ms(ttl, option="--ttl") / 1000,
     )
     message = spec_to_proto(spec)
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
@@ -156,6 +166,28 @@ def confirm(question: str) -> None:
         raise typer.Exit(1)
 
 
+def _keeping(status: pb.NamespaceStatus | None) -> dict[str, Any]:
+    from kvpool.client.client import keeping_of
+
+    return {} if status is None else keeping_of(status)
+
+
+def quota_words(facts: dict[str, Any]) -> str:
+    """Use beside quota."""
+    if not facts.get("quota_bytes") or facts.get("used_bytes") is None:
+        return "-"
+    return f"{format_bytes(sum(facts['used_bytes'].values()))} of {format_bytes(facts['quota_bytes'])}"
+
+
+def ttl_words(facts: dict[str, Any]) -> str:
+    return f"{facts['ttl_s']:g} s" if facts.get("ttl_s") else "-"
+
+
+def pin_words(facts: dict[str, Any]) -> str:
+    pins = facts.get("pins") or {"soft": 0, "hard": 0}
+    return f"{pins['soft']} soft, {pins['hard']} hard" if any(pins.values()) else "-"
+
+
 def facts_of(namespace: pb.Namespace) -> dict[str, Any]:
     """A namespace as JSON."""
     import json
@@ -170,6 +202,7 @@ def facts_of(namespace: pb.Namespace) -> dict[str, Any]:
         "salt": namespace.salt.hex(),
         "replicas": namespace.replicas,
         "quota_bytes": namespace.quota_bytes or None,
+        "ttl_s": namespace.ttl_ms / 1000 if namespace.ttl_ms else None,
         "fingerprint": namespace.fingerprint.hex(),
         "layout": json.loads(namespace.layout),
     }

@@ -15,6 +15,7 @@ from kvpool.cli.common import (
     table,
 )
 from kvpool.cli.drain import drain_json, words_of
+from kvpool.cli.ns import pin_words, quota_words
 
 if TYPE_CHECKING:
     from kvpool.v1 import master_pb2 as pb
@@ -42,12 +43,17 @@ def status(
         if worker["drain"] is not None:
             print(f"{worker['id']}: {words_of(worker)}")
     print()
-    rows = [(n["name"], format_bytes(n["block_bytes"]), n["blocks"], format_bytes(n["bytes"])) for n in facts["namespaces"]]
-    table(("NAMESPACE", "BLOCK", "BLOCKS", "BYTES"), rows, empty="no namespaces")
+    rows = [
+        (n["name"], format_bytes(n["block_bytes"]), n["blocks"], format_bytes(n["bytes"]), quota_words(n), pin_words(n))
+        for n in facts["namespaces"]
+    ]
+    table(("NAMESPACE", "BLOCK", "BLOCKS", "BYTES", "QUOTA USED", "PINS"), rows, empty="no namespaces")
 
 
 def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
     """The answer of Describe as `kvpool status --json` prints it."""
+    from kvpool.client.client import keeping_of
+
     workers = []
     for worker in reply.workers:
         info = worker.info
@@ -82,6 +88,7 @@ def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
             "block_bytes": entry.namespace.block_bytes,
             "blocks": entry.blocks,
             "bytes": entry.bytes,
+            **keeping_of(entry),
         }
         for entry in reply.namespaces
     ]

@@ -24,7 +24,7 @@ from kvpool.client import client as blocking
 from kvpool.client.holds import Hold
 from kvpool.client.namespace import Namespace
 from kvpool.client.put_session import PutSession
-from kvpool.client.results import GetResult, PutResult, RemoveResult
+from kvpool.client.results import GetResult, PinResult, PutResult, RemoveResult
 from kvpool.client.views import View
 from kvpool.core.hashing import PrefixHashes
 from kvpool.core.layout import KVLayout
@@ -135,6 +135,12 @@ class AsyncNamespace:
 
     async def remove(self, hashes: PrefixHashes, **kwargs: Any) -> RemoveResult:
         return await self._threads.run(self._blocking.remove, hashes, **kwargs)
+
+    async def pin(self, hashes: PrefixHashes, **kwargs: Any) -> PinResult:
+        return await self._threads.run(self._blocking.pin, hashes, **kwargs)
+
+    async def unpin(self, hashes: PrefixHashes, **kwargs: Any) -> PinResult:
+        return await self._threads.run(self._blocking.unpin, hashes, **kwargs)
 
     async def clear(self, **kwargs: Any) -> int:
         return await self._threads.run(self._blocking.clear, **kwargs)

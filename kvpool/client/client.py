@@ -81,13 +81,17 @@ class Client:
         self._namespaces: dict[bytes, Namespace] = {}
 
     def namespace(self, name: str, layout: KVLayout, *, create: bool = False, replicas: int = 1, hash: str = "sha256",  # noqa: A002
-                  salt: bytes = b"", quota_bytes: int | None = None, deadline_ms: float | None = None) -> Namespace:  # fmt: skip
+                  salt: bytes = b"", quota_bytes: int | None = None, ttl_s: float | None = None,
+                  deadline_ms: float | None = None) -> Namespace:  # fmt: skip
         """The namespace `name`, opened with the layout that the caller has. `create`: made when there is none, with `replicas`,
-        `hash` (sha256 | xxh3_128 | external), `salt` and `quota_bytes`; an existing one keeps its own replicas and quota. Raises
-        LayoutMismatch (another layout, hash or salt), NamespaceNotFound, InvalidArgument, MasterUnavailable."""
+        `hash` (sha256 | xxh3_128 | external), `salt`, `quota_bytes` (bytes that all copies may take in all tiers of the pool;
+        more than the pool has is no error, it may grow) and `ttl_s` (blocks expire so long after their last put); an existing
+        one keeps its own replicas, quota and time. Raises LayoutMismatch (another layout, hash or salt), NamespaceNotFound,
+        InvalidArgument, MasterUnavailable."""
         self._context.check()
         deadline = deadline_of(deadline_ms, CALL_MS)
-        wanted = NamespaceSpec.of(check_name(name), layout, hash=hash, salt=salt, replicas=replicas, quota_bytes=quota_bytes)
+        wanted = NamespaceSpec.of(check_name(name), layout, hash=hash, salt=salt, replicas=replicas, quota_bytes=quota_bytes,
+                                  ttl_s=ttl_s)  # fmt: skip
         if create:
             request: Any = pb.CreateNamespaceRequest(namespace=spec_to_proto(wanted))
             reply = self._context.master.call("CreateNamespace", request, deadline=deadline)
@@ -131,6 +135,14 @@ class Client:
         self.close()
 
 
+def keeping_of(status: pb.NamespaceStatus) -> dict[str, Any]:
+    """Quota, use, time and pins of a namespace as plain values. `used_bytes`: of all copies; None without a quota."""
+    quota, ttl_ms = status.namespace.quota_bytes, status.namespace.ttl_ms
+    used = {"dram": status.dram_bytes, "ssd": status.ssd_bytes} if quota else None
+    return {"quota_bytes": quota or None, "used_bytes": used, "ttl_s": ttl_ms / 1000 if ttl_ms else None,
+            "pins": {"soft": status.pins_soft, "hard": status.pins_hard}}  # fmt: skip
+
+
 def describe_reply(reply: pb.DescribeReply) -> dict[str, Any]:
     """The master's description as plain values."""
     workers = [
@@ -149,7 +161,7 @@ def describe_reply(reply: pb.DescribeReply) -> dict[str, Any]:
     ]  # fmt: skip
     namespaces = [
         {"name": one.namespace.name, "tenant": "", "block_bytes": one.namespace.block_bytes, "blocks": one.blocks,
-         "bytes": one.bytes}
+         "bytes": one.bytes, **keeping_of(one)}
         for one in reply.namespaces
     ]  # fmt: skip
     return {"epoch": reply.epoch, "leader": reply.leader, "workers": workers, "namespaces": namespaces,

@@ -18,7 +18,7 @@ from kvpool.client.keyed import Keyed
 from kvpool.client.peers import Peer
 from kvpool.client.put_session import PutSession
 from kvpool.client.reading import Getter, count_get, locate_all, locate_everywhere, no_hold
-from kvpool.client.results import GetResult, PutResult, RemoveResult
+from kvpool.client.results import GetResult, PinResult, PutResult, RemoveResult
 from kvpool.client.spreading import fetch_ahead
 from kvpool.client.views import Keeper, View, take_view
 from kvpool.client.writing import Putter, count_put
@@ -27,6 +27,8 @@ from kvpool.core.hashing import Extra, HashKind, PrefixHashes, chain_root, exter
 from kvpool.core.keys import KeyBatch
 from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.pins import PinOutcome, check_ttl_s, level_of
+from kvpool.core.retention import check_priority, check_seconds, pack_hint
 from kvpool.core.types import MAX_BATCH_KEYS, MAX_SHARD, RemoveOutcome
 from kvpool.errors import InvalidArgument, MasterUnavailable
 from kvpool.transport.base import LinkError, Touched, WorkerLink
@@ -38,6 +40,7 @@ POLL_S: Final = 0.05  # `wait` without a mirror
 HOLD_TTL_MS: Final = 30_000
 HOLD_TTL_MS_MAX: Final = 24 * 3600 * 1000  # workers have their own, lower limit
 MATCH_PART: Final = MAX_BATCH_KEYS
+_PIN_OUTCOMES: Final = (PinOutcome.ABSENT, PinOutcome.PINNED, PinOutcome.REFUSED, PinOutcome.UNPINNED, PinOutcome.NOT_PINNED)
 _REMOVED: Final = (RemoveOutcome.REMOVED, RemoveOutcome.PENDING, RemoveOutcome.ABSENT)
 
 
@@ -152,13 +155,17 @@ class Namespace:
     # --- transfers ------------------------------------------------------------------------------------------------------
 
     def put(self, hashes: PrefixHashes, blocks: Any, *, visibility: Literal["cluster", "eventual"] = "cluster", shard: int = 0,
+            retain_s: float | None = None, priority: int | None = None,
             deadline_ms: float | None = None) -> PutResult:  # fmt: skip
         """Stores the blocks; per block what became of it, [len(blocks)]. With fewer blocks than hashes the leading ones are put.
         "cluster": answered when every client's next get would find them; "eventual": as soon as they are on a worker. `blocks`
-        may be reused when this returns or raises. Raises InvalidArgument, Unauthenticated, NamespaceNotFound."""
+        may be reused when this returns or raises. `retain_s`: the blocks expire after this time (the namespace's `ttl_s` where
+        that is shorter); those that are there already live on at least as long. `priority` 0..100, default 35: lower ones are
+        evicted first, higher ones last. Raises InvalidArgument, Unauthenticated, NamespaceNotFound."""
         batch = self._batch(hashes, shard)
         if visibility not in ("cluster", "eventual"):
             raise InvalidArgument(f"visibility: {visibility!r} is neither 'cluster' nor 'eventual'")
+        hint = _hint(retain_s, priority)
         views = buffers.sources(blocks, n_hashes=len(hashes), block_bytes=self.block_bytes, variable=self._spec.variable)
         n_bytes = buffers.total_bytes(views)
         deadline = deadline_of(deadline_ms, transfer_ms(n_bytes * self.replicas))
@@ -167,7 +174,7 @@ class Namespace:
         for start in range(0, len(views), MAX_BATCH_KEYS):
             part, buffer = (batch, views) if len(views) <= MAX_BATCH_KEYS else (
                 batch.slice(start, start + MAX_BATCH_KEYS), views[start : start + MAX_BATCH_KEYS])  # fmt: skip
-            done = Putter(self._context, self._spec, part, buffer, deadline=deadline, wait_listed=wait_listed).run()
+            done = Putter(self._context, self._spec, part, buffer, deadline=deadline, wait_listed=wait_listed, hint=hint).run()
             result = done if not start else PutResult(result.outcomes + done.outcomes, result.copies + done.copies,
                                                       result.reasons + done.reasons)  # fmt: skip
         count_put(self._counters, result, n_bytes)
@@ -222,10 +229,11 @@ class Namespace:
         return offset, length
 
     def put_session(self, hashes: PrefixHashes, *, visibility: Literal["cluster", "eventual"] = "cluster",
-                    size: int | None = None, shard: int = 0, deadline_ms: float | None = None) -> PutSession:  # fmt: skip
+                    size: int | None = None, shard: int = 0, retain_s: float | None = None, priority: int | None = None,
+                    deadline_ms: float | None = None) -> PutSession:  # fmt: skip
         """A put in parts (layer by layer), of at most 16,384 blocks; nothing is visible before its `commit`. `size`: bytes of
-        each block, for opaque layouts (default `block_bytes`). The deadline is the whole session's: default 2 s + the bytes at
-        100 MB/s + 30 s."""
+        each block, for opaque layouts (default `block_bytes`). `retain_s`, `priority`: as of `put`. The deadline is the whole
+        session's: default 2 s + the bytes at 100 MB/s + 30 s."""
         batch = self._batch(hashes, shard)
         if visibility not in ("cluster", "eventual"):
             raise InvalidArgument(f"visibility: {visibility!r} is neither 'cluster' nor 'eventual'")
@@ -235,7 +243,8 @@ class Namespace:
         if size != self.block_bytes and not (self._spec.variable and 0 < size <= self.block_bytes):
             raise InvalidArgument(f"size: {size} bytes; the namespace's blocks have {self.block_bytes}")
         deadline = deadline_of(deadline_ms, 30_000 + transfer_ms(size * len(hashes) * self.replicas))
-        return PutSession(self._context, self._spec, batch, size=size, deadline=deadline, wait_listed=visibility == "cluster")
+        return PutSession(self._context, self._spec, batch, size=size, deadline=deadline, wait_listed=visibility == "cluster",
+                          hint=_hint(retain_s, priority))  # fmt: skip
 
     def take(self, hashes: PrefixHashes, out: Any, *, shard: int = 0, deadline_ms: float | None = None) -> GetResult:
         """A get, then the blocks that were got are dropped from all workers that are known to have them (best effort: a worker
@@ -340,6 +349,35 @@ class Namespace:
             pending.update(dict.fromkeys(reply.pending_workers))
         return RemoveResult(outcomes, list(pending))
 
+    def pin(self, hashes: PrefixHashes, *, level: Literal["soft", "hard"] = "soft", ttl_s: float = 3600, shard: int = 0,
+            deadline_ms: float | None = None) -> PinResult:  # fmt: skip
+        """Wishes that the blocks stay for `ttl_s` (an earlier pin of a block is replaced). "soft": evicted last in their tier;
+        "hard": never evicted, as far as a quarter of a tier goes. Counts for those that come later too; remove, expiry and a
+        worker's loss take pinned blocks all the same. Kept by the master, over restarts. Raises QuotaExceeded (65,536 pins in a
+        pool), MasterUnavailable (the pin may have been made), InvalidArgument."""
+        batch = self._batch(hashes, shard)
+        wish, ttl_ms = level_of(level), check_ttl_s(ttl_s)
+        deadline = deadline_of(deadline_ms, CALL_MS)
+
+        def ask(keys: bytes) -> pb.PinReply:
+            request = pb.PinRequest(namespace=self._spec.uid, keys=keys, level=wish, ttl_ms=ttl_ms)
+            reply: pb.PinReply = self._context.master.call("Pin", request, deadline=deadline)
+            return reply
+
+        return _pinned(batch, ask)
+
+    def unpin(self, hashes: PrefixHashes, *, shard: int = 0, deadline_ms: float | None = None) -> PinResult:
+        """Ends pins of these blocks."""
+        batch = self._batch(hashes, shard)
+        deadline = deadline_of(deadline_ms, CALL_MS)
+
+        def ask(keys: bytes) -> pb.PinReply:
+            reply: pb.PinReply = self._context.master.call(
+                "Unpin", pb.UnpinRequest(namespace=self._spec.uid, keys=keys), deadline=deadline)  # fmt: skip
+            return reply
+
+        return _pinned(batch, ask)
+
     def keyed(self) -> Keyed:
         """Lookups and gets in which each key stands for itself, for engines whose keys are no chains."""
         return Keyed(self._context, self._spec, self._counters)
@@ -357,6 +395,20 @@ class Namespace:
         self._context.check()
         mirror = self._context.mirror
         return {"namespace": self.name, **self._counters.as_dict(), "mirror": None if mirror is None else mirror.stats()}
+
+
+def _hint(retain_s: float | None, priority: int | None) -> int:
+    return pack_hint(check_seconds("retain_s", retain_s), check_priority(priority))
+
+
+def _pinned(batch: KeyBatch, ask: Callable[[bytes], pb.PinReply]) -> PinResult:
+    outcomes: list[PinOutcome] = []
+    pending: dict[str, None] = {}
+    for start in range(0, len(batch), MAX_BATCH_KEYS):
+        reply = ask(batch.slice(start, start + MAX_BATCH_KEYS).keys)
+        outcomes += [_PIN_OUTCOMES[code] for code in reply.outcomes]
+        pending.update(dict.fromkeys(reply.pending_workers))
+    return PinResult(outcomes, list(pending))
 
 
 def _shards(shard: int, shards: Sequence[int] | None) -> list[int]:

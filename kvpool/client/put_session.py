@@ -12,7 +12,7 @@ from kvpool.client.context import Context
 from kvpool.client.peers import Peer
 from kvpool.client.placing import key_above, targets
 from kvpool.client.results import PutResult
-from kvpool.client.writing import settle
+from kvpool.client.writing import quota_reason, settle
 from kvpool.core.keys import KeyBatch
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.types import KEY_BYTES, BlockCode
@@ -36,7 +36,8 @@ class PutSession:
     """
 
     def __init__(self, context: Context, spec: NamespaceSpec, batch: KeyBatch, *, size: int, deadline: float,
-                 wait_listed: bool) -> None:  # fmt: skip
+                 wait_listed: bool, hint: int = 0) -> None:  # fmt: skip
+        self._hint = hint
         self._context, self._spec, self._batch = context, spec, batch
         self._size, self._deadline, self._wait_listed = size, deadline, wait_listed
         self._lock = threading.Lock()
@@ -68,7 +69,7 @@ class PutSession:
                 continue
 
             def ask(link: WorkerLink, until: float) -> tuple[WorkerLink, ReservationHandle]:
-                return link, link.reserve(self._batch, [self._size] * n, deadline=until)
+                return link, link.reserve(self._batch, [self._size] * n, deadline=until, hints=[self._hint] * n)
 
             try:
                 link, handle = self._context.peers.call(peer, ask, deadline=self._deadline, alternatives=True,
@@ -76,8 +77,9 @@ class PutSession:
             except LinkError as error:
                 self._refusals.append(f"worker {peer.worker_id}: {error}")
                 continue
-            if handle.codes and handle.codes[0] == BlockCode.FULL:
-                self._refusals.append(f"worker {peer.worker_id} has no room")
+            if handle.codes and handle.codes[0] in (BlockCode.FULL, BlockCode.FULL_QUOTA):
+                over = handle.codes[0] == BlockCode.FULL_QUOTA
+                self._refusals.append(quota_reason(peer.worker_id) if over else f"worker {peer.worker_id} has no room")
                 link.abort(handle)
                 continue
             self._copies.append(_Copy(peer, link, handle))

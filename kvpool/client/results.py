@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.core.pins import PinOutcome
 from kvpool.core.types import MissCause, Outcome, RemoveOutcome, Tier
 
 
@@ -57,6 +58,20 @@ class GetResult:
     complete: bool = True
     miss_worker: str = ""
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PinResult:
+    """Per block of a pin or unpin. Of a pin: PINNED (it is there), ABSENT (pinned when it comes while the pin lives), REFUSED
+    (there, but hard pins have their share of the tier: it is evicted last instead). Of an unpin: UNPINNED or NOT_PINNED.
+    `pending_workers`: ids of connected workers that have not confirmed yet."""
+
+    outcomes: list[PinOutcome]
+    pending_workers: list[str] = field(default_factory=list)
+
+    def count(self, outcome: PinOutcome) -> int:
+        """Blocks with this outcome."""
+        return self.outcomes.count(outcome)
 
 
 @dataclass(frozen=True, slots=True)

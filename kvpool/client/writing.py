@@ -60,6 +60,8 @@ class _Block:
             self.there(peer, outcome)
         elif code == BlockCode.FULL:
             self.refused(peer, Outcome.FULL, f"worker {name} has no room")
+        elif code == BlockCode.FULL_QUOTA:
+            self.refused(peer, Outcome.FULL, quota_reason(name))
         else:
             self.refused(peer, Outcome.REJECTED, f"worker {name} refused the block")
         return outcome is not None
@@ -75,7 +77,8 @@ class Putter:
     """One put. Used by one thread; its parallel writes only read their blocks."""
 
     def __init__(self, context: Context, spec: NamespaceSpec, batch: KeyBatch, blocks: Sequence[memoryview], *,
-                 deadline: float, wait_listed: bool) -> None:  # fmt: skip
+                 deadline: float, wait_listed: bool, hint: int = 0) -> None:  # fmt: skip
+        self._hint = hint
         self.context, self.spec, self.deadline, self.wait_listed = context, spec, deadline, wait_listed
         self.batch = batch if len(blocks) == len(batch) else batch.slice(0, len(blocks))
         self.blocks = blocks
@@ -140,7 +143,7 @@ class Putter:
         batch = pick(self.batch, indices)
 
         def ask(link: WorkerLink, until: float) -> Touched:
-            return link.touch(batch, wait_listed=self.wait_listed, deadline=until)
+            return link.touch(batch, wait_listed=self.wait_listed, deadline=until, hint=self._hint)
 
         return self._call(number, ask, alternatives=True)
 
@@ -188,7 +191,8 @@ class Putter:
         batch, blocks = pick(self.batch, indices), pick_views(self.blocks, indices)
 
         def ask(link: WorkerLink, until: float) -> bytes:
-            return link.write(batch, blocks, chunk_bytes=self.spec.chunk_bytes, wait_listed=self.wait_listed, deadline=until)
+            return link.write(batch, blocks, chunk_bytes=self.spec.chunk_bytes, wait_listed=self.wait_listed, deadline=until,
+                              hint=self._hint)  # fmt: skip
 
         return self._call(number, ask, alternatives=alternatives)
 
@@ -223,6 +227,11 @@ class Putter:
             raise NamespaceNotFound(f"namespace {self.spec.name!r} was deleted and made again; open it again")
 
 
+def quota_reason(name: str) -> str:
+    """Why a worker (by name) has no room for one namespace."""
+    return f"quota: the namespace has its part of the quota at worker {name}, and nothing there that may go for this"
+
+
 def settle(context: Context, spec: NamespaceSpec, batch: KeyBatch, answers: Sequence[tuple[int, bytes]],
            refusals: Sequence[str]) -> PutResult:  # fmt: skip
     """The result of a put whose workers (peer, codes [n]) have all answered. `refusals`: why other workers did not take part."""
@@ -233,7 +242,7 @@ def settle(context: Context, spec: NamespaceSpec, batch: KeyBatch, answers: Sequ
         there = [key for key, state, code in zip(keys, states, codes, strict=True) if state.coded(peer, code, name)]
         if there and context.mirror is not None:
             context.mirror.index.wrote(spec.uid, peer, b"".join(there))
-    full = any("no room" in reason for reason in refusals)
+    full = any("no room" in reason or reason.startswith("quota") for reason in refusals)
     for state in states:
         if not state.on and not state.reason:
             state.outcome = Outcome.FULL if full else Outcome.REJECTED

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.core.gone import Causes, Why
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.pins import PinBook
 from kvpool.core.policy.eviction import Entry, Group
+from kvpool.core.quota import Share
+from kvpool.core.retention import Keep
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import HoldId, Key, MissCause, NamespaceUid, Tiers
 
@@ -33,13 +36,14 @@ class Limits:
     hold_ttl_ms_max: int = 600_000
     holds_max: int = 65_536  # each costs about 200 bytes and 16 a block
     held_fraction: float = 0.5  # of a tier's bytes: the rest can always be evicted for puts
+    pinned_fraction: float = 0.25  # of a tier's bytes that hard pins may protect, beside what is held
     quarantine_fraction: float = 0.125  # of DRAM: overdue views beyond it lose their connection
     gone_keys_max: int = 100_000  # about 150 bytes each
     low_watermark: float = 0.75  # of DRAM: more dirty bytes than this are written down
     seed: int = 0  # of hold ids; a worker passes system randomness
 
     def __post_init__(self) -> None:
-        for name in ("held_fraction", "quarantine_fraction", "low_watermark"):
+        for name in ("held_fraction", "pinned_fraction", "quarantine_fraction", "low_watermark"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in 0..1")
 
@@ -50,8 +54,8 @@ _NO_BLOCK: Block | None = None
 class Space:
     """One namespace's blocks on this worker."""
 
-    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "lingering", "misses", "reserved", "spec",
-                 "uid")  # fmt: skip
+    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "lingering", "misses", "pins",
+                 "reserved", "share", "spec", "uid")  # fmt: skip
 
     def __init__(self, spec: NamespaceSpec, dram: SlabAllocator, generation: GenerationOf, exact_group: Group) -> None:
         self.uid, self.spec, self.dram, self.generation = spec.uid, spec, dram, generation
@@ -61,6 +65,8 @@ class Space:
         self.lingering: set[Block] = set()  # gone, but with a record on disk: somebody reads it, or it is being written
         self.causes: Causes = {}
         self.misses: dict[Why, int] = {}
+        self.pins = PinBook()  # times of this worker's clock
+        self.share: Share | None = None  # of the quota that is this worker's; None: no bound
         self.blocked = False
 
 
@@ -71,8 +77,8 @@ class Block(Entry):
     As an `Entry` it stands for its DRAM copy; the SSD copy's entry is `ssd_copy`.
     """
 
-    __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "key",
-                 "kid", "last_kid", "live", "n_dram_kids", "next_kid", "on_idle", "parent", "pins", "promoting", "rank",
+    __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "keep",
+                 "key", "kid", "last_kid", "live", "n_dram_kids", "next_kid", "on_idle", "parent", "pins", "promoting", "rank",
                  "refused", "run", "size", "space", "spare_tick", "ssd", "ssd_copy", "sum", "sums", "tick", "up",
                  "where")  # fmt: skip
 
@@ -92,6 +98,7 @@ class Block(Entry):
         self.ssd: Slot | None = None
         self.ssd_copy: SsdCopy | None = None
         self.pins = 0  # transfers under way: both copies stay
+        self.keep: Keep | None = None  # expiry, priority, pin, where it has any
         self.held_dram = self.held_ssd = 0  # holds on the copy in that tier
         self.live = False
         self.gone: MissCause | None = None
@@ -149,11 +156,13 @@ class SsdCopy(Entry):
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """`codes`: BlockCode [n] (RESERVED, ALREADY, FULL, REJECTED). `blocks`: those RESERVED, else None. `must_wait`: room for
-    those FULL may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`)."""
+    those FULL may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`). `over_quota`: those FULL are so
+    because the namespace has its quota here."""
 
     codes: bytearray
     blocks: list[Block | None]
     must_wait: bool = False
+    over_quota: bool = False
 
 
 @dataclass(frozen=True, slots=True)

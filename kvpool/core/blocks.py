@@ -93,6 +93,7 @@ class BlockTable(Holding):
         if space is None:
             return 0
         n = self.remove_all(uid)
+        self.drop_pins(uid)
         del self.spaces[uid]
         self._closing[uid] = space
         self.dram.close_arena(uid)
@@ -118,17 +119,18 @@ class BlockTable(Holding):
 
     # --- put ------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, now_ms: int) -> Reserved:
+    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, now_ms: int, hints: Sequence[int] = ()) -> Reserved:
         """Slots for the blocks of a put, [n] each; blocks become visible by `commit`. Evicts others for it, never blocks of its
         own chain that are above, nor pinned or held ones. Where there is too little room the head is stored, the tail is FULL.
 
         ALREADY: live here, or the second of two equal keys in this batch. Two puts of one key at a time both get RESERVED.
-        REJECTED: a size that the namespace does not have. Raises NamespaceNotFound (also while the namespace is blocked),
-        ValueError when sizes are not n."""
+        REJECTED: a size that the namespace does not have. `hints` [n] or empty: `retention.pack_hint` of each. Raises
+        NamespaceNotFound (also while the namespace is blocked), ValueError when sizes are not n."""
         space = self._serving(batch.namespace)
         self._dram_policy.at(now_ms)
         keys = split_keys(batch.keys)
         n = len(keys)
+        self._put_again(space, keys, hints, now_ms)
         if len(sizes) != n:
             raise ValueError(f"{len(sizes)} sizes for {n} keys")
         if isinstance(sizes, np.ndarray):
@@ -161,6 +163,9 @@ class BlockTable(Holding):
                     fresh.append(Block(space, key, size, group, depth + i, parent, depth + i, tick))
                 else:
                     fresh.append(Block(space, key, size, group, depth, above, depth + i, tick))
+        if hints or spec.ttl_ms:
+            for block in fresh:
+                block.keep = self._keep_of(space, hints[block.rank - depth] if hints else 0, now_ms)
         if len(fresh) < n:
             self._touch(there, tick, depth)
         must_wait = self._place_fresh(space, fresh, there, codes, tick=tick, depth=depth, chained=chained) if fresh else False
@@ -175,7 +180,9 @@ class BlockTable(Holding):
         counters["already"] += codes.count(ALREADY)
         counters["full"] += codes.count(FULL)
         counters["rejected"] += codes.count(REJECTED)
-        return Reserved(codes, blocks, must_wait)
+        over_quota = bool(fresh) and self.over_quota
+        counters["quota_full"] += codes.count(FULL) if over_quota else 0
+        return Reserved(codes, blocks, must_wait, over_quota)
 
     def _place_fresh(
         self,
@@ -190,7 +197,7 @@ class BlockTable(Holding):
     ) -> bool:
         """Gives slots to new blocks, in order, runs of one size at a time. -> must_wait."""
         waiting: list[Entry] = []
-        short = False
+        short = over_quota = False
         start = 0
         while start < len(fresh) and not (short and chained):
             group = fresh[start].group
@@ -200,12 +207,14 @@ class BlockTable(Holding):
             run = fresh[start:end]
             slots, dirty = self._dram_slots(run, group, tick=tick)
             waiting += dirty
+            over_quota = over_quota or self.over_quota
             for block, slot in zip(run, slots, strict=False):
                 block.dram = slot
             space.reserved.update(run[: len(slots)])
             if len(slots) < len(run):
                 short = not self._take_own_tail(space, run[len(slots) :], there, codes, depth)
             start = end
+        self.over_quota = over_quota
         if short and self.ssd is not None:
             for block in self._soon:
                 block.spare_tick = tick
@@ -272,6 +281,8 @@ class BlockTable(Holding):
                 ordered[tick].append(block)
             else:
                 ordered[tick] = [block]
+            if block.keep is not None or space.pins:
+                self._arrived(block)
             report(space.uid, key, 1, None, block.size)
         for tick, group in ordered.items():
             if tick != self._tick and not self._is_recent(tick, group[0].group):  # a put that took long
@@ -310,12 +321,15 @@ class BlockTable(Holding):
         n = len(keys)
         blocks: list[Block | None] = [None] * n
         causes: list[MissCause | None] = [None] * n
+        over = self._expire_named(space, keys, now_ms)
+        if over and self._holds.alive(hold_id):
+            over.clear()  # (this is the reader that the hold is for)
         get = space.blocks.get
         n_dram = n_ssd = 0
         for i, key in enumerate(keys):
-            block = get(key)
+            block = get(key) if key not in over else None
             if block is None:
-                causes[i] = self._miss(space, key, hold_id)
+                causes[i] = self._miss(space, key, hold_id) if key not in over else MissCause.EXPIRED
                 if first_miss:
                     break
                 continue
@@ -338,12 +352,17 @@ class BlockTable(Holding):
         arena, offset, gen_index = self.dram.place(block.dram)
         return offset, gen_index, self._generation(arena, gen_index)
 
-    def tiers_of(self, batch: KeyBatch, *, now_ms: int, touch: bool) -> bytes:
-        """Tiers [n] that each key is in here, 0: not here. touch: this is a use."""
+    def tiers_of(self, batch: KeyBatch, *, now_ms: int, touch: bool, hints: Sequence[int] = ()) -> bytes:
+        """Tiers [n] that each key is in here, 0: not here. touch: this is a use. `hints` [n]: of a put that only asks whether
+        the blocks are here, as of `reserve`."""
         space = self._serving(batch.namespace)
         self._dram_policy.at(now_ms)
         get = space.blocks.get
-        found = [get(key) for key in split_keys(batch.keys)]
+        keys = split_keys(batch.keys)
+        if hints:
+            self._put_again(space, keys, hints, now_ms)
+        over = self._expire_named(space, keys, now_ms)
+        found = [get(key) if key not in over else None for key in keys]
         if touch and any(found):
             self._touch(found, self._tick_for(space, batch, again=found), batch.depth)
         return bytes(block.tiers if block is not None else 0 for block in found)
@@ -418,7 +437,7 @@ class BlockTable(Holding):
         return {
             "held_dram_bytes": self.held_bytes[DRAM], "held_ssd_bytes": self.held_bytes[SSD], "holds": len(self._holds),
             "quarantined_bytes": self._holds.overdue_bytes, "dirty_bytes": self.dirty_bytes, "demoting": self.n_demoting,
-            "gone_keys": len(self._gone),
+            "gone_keys": len(self._gone), **self.keep_gauges(),
             "reserved": sum(len(space.reserved) for space in [*self.spaces.values(), *self._closing.values()]),
         }  # fmt: skip
 

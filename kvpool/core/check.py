@@ -48,6 +48,7 @@ def check_copies(table: Copies) -> None:
     if table._ssd_policy is not None:
         copies = {e for g in table._ssd_policy.groups() for e in table._ssd_policy.in_order(g)}
         assert copies <= {b.ssd_copy for b in known if b.live and b.ssd_copy is not None}, "policy has what is not on SSD"
+    table.check_keeping()
     table.dram.check()
     if table.ssd is not None:
         table.ssd.check()
@@ -62,7 +63,7 @@ def _check_live(table: Copies, block: Block) -> None:
     assert block.live and block.gone is None and (block.dram is not None or block.ssd is not None), block
     assert (block.ssd is None) == (block.ssd_copy is None), block
     assert block.dirty == (table.ssd is not None and block.ssd is None), block
-    idle = not block.pins and not block.held_dram
+    idle = not block.pins and not block.held_dram and block.keep is None
     if block.dram is not None:
         parked = table._dram_policy.is_parked(block)
         assert table._dram_policy.tick_of(block), f"in DRAM, but never a victim: {block}"
@@ -74,7 +75,7 @@ def _check_live(table: Copies, block: Block) -> None:
         assert table._ssd_policy is not None
         parked = table._ssd_policy.is_parked(copy)
         assert table._ssd_policy.tick_of(copy) and (not parked or block.on_idle), f"on SSD, but never a victim: {block}"
-        assert block.pins or block.held_ssd or not parked, f"idle, but no victim: {block}"
+        assert block.pins or block.held_ssd or block.keep is not None or not parked, f"idle, but no victim: {block}"
     if block.dirty and not block.demoting and not block.refused:
         assert block in table._dirty, f"dirty, but never written down: {block}"
 

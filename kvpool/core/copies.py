@@ -31,6 +31,7 @@ from kvpool.core.block import (
     SsdExtentDropped,
 )
 from kvpool.core.gone import Gone
+from kvpool.core.keeping import Keeping
 from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
 from kvpool.core.room import NO_LIMIT, Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
@@ -41,17 +42,18 @@ RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, 
 COUNTERS: Final = (
     "stored", "already", "full", "rejected", "aborted", "hits_dram", "hits_ssd", "misses", "evicted", "evicted_dram",
     "evicted_ssd", "dropped_dirty", "demoted", "demote_failed", "promoted", "promote_failed", "corrupt_dram", "corrupt_ssd",
-    "removed", "adopted", "holds", "holds_expired",
+    "removed", "adopted", "holds", "holds_expired", "expired", "quota_full", "quota_evicted",
 )  # fmt: skip
 
 
-class Copies:
+class Copies(Keeping):
     """State of both tiers. `ssd` None: there is no SSD tier."""
 
     def __init__(
         self, *, dram: SlabAllocator, ssd: SlabAllocator | None, policy: Callable[[], EvictionPolicy], reporter: Report,
         limits: Limits, bump: Bump, generation: GenerationOf,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.dram, self.ssd, self.limits = dram, ssd, limits
         self.ssd_writable = ssd is not None
         """Set by the shell: False while writing to the SSD tier fails; then cold dirty blocks are dropped, not waited for."""
@@ -110,7 +112,7 @@ class Copies:
 
     def _may_leave_dram(self, entry: Entry, spare_tick: int) -> Leave:
         assert isinstance(entry, Block)
-        if entry.pins or entry.held_dram or not entry.live:
+        if entry.pins or entry.held_dram or not entry.live or (entry.keep is not None and self._stays(entry, DRAM)):
             return Leave.BUSY
         return Leave.DIRTY if entry.dirty and self._ssd_wants(entry, spare_tick) else Leave.YES
 
@@ -139,6 +141,8 @@ class Copies:
         del spare_tick
         assert isinstance(entry, SsdCopy)
         block = entry.block
+        if block.keep is not None and self._stays(block, SSD):
+            return Leave.BUSY
         return Leave.BUSY if block.pins or block.held_ssd or block.ssd_copy is not entry or not block.live else Leave.YES
 
     def _survives_in_ssd(self, entry: Entry, spare_tick: int) -> bool:
@@ -260,7 +264,7 @@ class Copies:
     def _drop_orphan(self, entry: Entry) -> None:
         assert isinstance(entry, Block)
         block = entry
-        busy = block.pins > block.demoting or block.held_dram or block.held_ssd
+        busy = block.pins > block.demoting or block.held_dram or block.held_ssd or (block.keep is not None and block.keep.hard_in)
         if block.live and block.depth and not busy:
             if block.dirty:
                 self.counters["dropped_dirty"] += 1
@@ -275,6 +279,8 @@ class Copies:
         block.live = False
         block.gone = cause
         del space.blocks[block.key]
+        if block.keep is not None:
+            self._unkeep(block)
         self._gone.remember(space.causes, block.key, (cause, tier))
         self._report(space.uid, block.key, 0, cause, block.size)
 
@@ -384,11 +390,11 @@ class Copies:
             return [], []
         if self._soon and not self.ssd_writable:
             self._none_aside()
-        slots = self.dram.allocate(uid, size, len(blocks), owners=blocks)
-        dirty: list[Entry] = []
-        while len(slots) < len(blocks):
-            short = len(blocks) - len(slots)
-            evicted, unclean = self._dram_room.make(group, short, now=self._tick, spare_tick=tick)
+        n, dirty = self._within_quota(blocks[0].space, group, len(blocks), size=size, tick=tick)
+        slots = self.dram.allocate(uid, size, n, owners=blocks)
+        while len(slots) < n:
+            short = n - len(slots)
+            evicted, unclean = self._make_room(DRAM, group, short, spare_tick=tick)
             dirty += unclean
             if not evicted or self.dram.no_place:
                 break

@@ -170,6 +170,11 @@ class _Reader:
             raise FrameError("chained is neither 0 nor 1")
         return KeyBatch(NamespaceUid(uid), self.take(n * KEY_BYTES), parent, depth, bool(chained))
 
+    @property
+    def left(self) -> int:
+        """Bytes not taken yet."""
+        return len(self._raw) - self._at
+
     def done(self) -> None:
         if self._at != len(self._raw):
             raise FrameError(f"{len(self._raw) - self._at} bytes too many in meta")
@@ -198,17 +203,19 @@ FILL_RANGE: Final = np.dtype([("block", "<u4"), ("pad", "<u4"), ("offset", "<u8"
 
 @dataclass(frozen=True, slots=True)
 class KeysRequest:
-    """Meta of TOUCH, DROP and PREFETCH: keys alone."""
+    """Meta of TOUCH, DROP and PREFETCH: keys. `hints` [n] or empty, of a TOUCH that a put makes: see `WriteRequest`."""
 
     batch: KeyBatch
+    hints: U64 = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
 
     def encode(self) -> bytes:
-        return _encode_keys(self.batch)
+        return _encode_keys(self.batch) + self.hints.astype("<u8").tobytes()
 
     @classmethod
     def decode(cls, raw: bytes | memoryview) -> KeysRequest:
         reader = _Reader(raw)
-        request = cls(reader.keys())
+        batch = reader.keys()
+        request = cls(batch, reader.u64s(len(batch) if reader.left else 0))
         reader.done()
         return request
 
@@ -306,6 +313,9 @@ class WriteRequest:
     """Meta of WRITE and RESERVE. `sizes`: u64 [n] bytes of each block. `sums`: u64, the chunk sums of all blocks one after
     the other (WRITE over a socket), or empty (ring: the worker makes them; RESERVE). Payload: the blocks back to back.
 
+    `hints`: u64 [n], `retention.pack_hint` of each block with the time that it is to be kept in ms; or empty. Only to a worker
+    whose greeting has the feature "hints": an earlier release takes what follows `sums` for an error.
+
     RESERVE with FENCED has the removals of the namespace that its sender had applied when it took the blocks as its one sum: a
     worker that has begun a later removal answers NOT_READY, or the move could bring back what that one removed."""
 
@@ -313,10 +323,11 @@ class WriteRequest:
     sizes: U64
     sums: U64 = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     ring_offset: int = 0
+    hints: U64 = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
 
     def encode(self) -> bytes:
-        head = _WRITE.pack(self.ring_offset, len(self.sums))
-        return head + _encode_keys(self.batch) + self.sizes.astype("<u8").tobytes() + self.sums.astype("<u8").tobytes()
+        head = _WRITE.pack(self.ring_offset, len(self.sums)) + _encode_keys(self.batch)
+        return head + b"".join(part.astype("<u8").tobytes() for part in (self.sizes, self.sums, self.hints))
 
     @classmethod
     def decode(cls, raw: bytes | memoryview) -> WriteRequest:
@@ -325,10 +336,11 @@ class WriteRequest:
         batch = reader.keys()
         sizes = reader.u64s(len(batch))
         sums = reader.u64s(_count(n_sums, "checksums", MAX_META_BYTES // 8))
+        hints = reader.u64s(len(batch) if reader.left else 0)
         reader.done()
         if len(sizes) and (int(sizes.min()) < 1 or int(sizes.max()) > MAX_BLOCK_BYTES):
             raise FrameError(f"a block of {int(sizes.min())} or {int(sizes.max())} bytes; allowed are 1..{MAX_BLOCK_BYTES}")
-        return cls(batch, sizes, sums, ring_offset)
+        return cls(batch, sizes, sums, ring_offset, hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,8 +445,8 @@ class ReadAnswer:
 class CodesAnswer:
     """Meta of the answers to WRITE, RESERVE, COMMIT (`codes`: BlockCode [n]), HOLD (HIT_SHARED or a miss; `number` is the hold,
     `count` the leading blocks held), RENEW (1 alive, 0 gone), TOUCH and PREFETCH (Tiers [n]), DROP (1 had it), COPY (1 is here
-    and will be copied). RESERVE: `number` is the reservation. ATTACH: `number` is the arena's bytes, `count` the generation
-    words / 1024. RING: `number` is its bytes."""
+    and will be copied). RESERVE: `number` is the reservation. WRITE, RESERVE, COMMIT: `count` 1: those FULL are so by the
+    namespace's quota. ATTACH: `number` is the arena's bytes, `count` the generation words / 1024. RING: `number` is its bytes."""
 
     codes: bytes = b""
     number: int = 0

@@ -122,16 +122,18 @@ class Holding(Movement):
         space = self._serving(batch.namespace)
         self._dram_policy.at(now_ms)
         n = len(batch)
+        keys = split_keys(batch.keys)
+        over = self._expire_named(space, keys, now_ms)
         codes = bytearray([LATER]) * n
         found: list[Block | None] = [None] * n
         if self._holds.full():
             return Held(HoldId(0), 0, bytearray([FULL]) * n)
         protects: list[tuple[Block, Tiers]] = []
         count = -1
-        for i, key in enumerate(split_keys(batch.keys)):
-            block = space.blocks.get(key)
+        for i, key in enumerate(keys):
+            block = space.blocks.get(key) if key not in over else None
             if block is None:
-                codes[i] = miss_code(self._miss(space, key))
+                codes[i] = miss_code(self._miss(space, key) if key not in over else MissCause.EXPIRED)
             else:
                 tier = self._protect(block, view=view)
                 if tier is None:
@@ -222,6 +224,7 @@ class Holding(Movement):
     def expire(self, now_ms: int) -> list[int]:
         """Ends the holds whose time is up. Overdue views stay (their readers may still look) within the quarantine's cap. ->
         owners past it: their connections must be dropped, then `release_owner`. Call some times a second."""
+        self._look_after(now_ms)
         for hold in self._holds.due(now_ms):
             self.counters["holds_expired"] += 1
             self.release([hold.hold_id])

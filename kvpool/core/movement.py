@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvpool.core.block import DRAM, Block, SsdCopy
+from kvpool.core.block import DRAM, SSD, Block, SsdCopy
 from kvpool.core.copies import RESUME_PART, Copies
+from kvpool.core.retention import Keep
 from kvpool.core.room import NO_LIMIT
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
@@ -116,6 +117,10 @@ class Movement(Copies):
             return None
         uid = block.space.uid
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, block.size)))
+        if not self._ssd_within_quota(block.space, group, size=block.size, spare_tick=block.spare_tick,
+                                      limit=self._dram_policy.order_of(block)):  # fmt: skip
+            block.refused = True
+            return None
         owners = [SsdCopy(group, block)]
         slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
         order = self._dram_policy.order_of(block)
@@ -125,7 +130,7 @@ class Movement(Copies):
         else:
             limit = self._coldest_in_dram(block) if self._dram_policy.by_recency else order
         while not slots:
-            evicted, _ = self._ssd_room.make(group, 1, now=self._tick, spare_tick=block.spare_tick, limit=limit)
+            evicted, _ = self._make_room(SSD, group, 1, spare_tick=block.spare_tick, limit=limit)
             if not block.live:  # what it hangs on went
                 return None
             if not evicted or self.ssd.no_place:
@@ -267,6 +272,7 @@ class Movement(Copies):
             self._expel(block, cause, tier)
             self._note_lingering(block)
         else:
+            self._copy_lost(block, tier)
             if block.ssd is None and self.ssd is not None:
                 self._make_dirty(block)
             self._report(block.space.uid, block.key, block.tiers, None, block.size)
@@ -279,6 +285,7 @@ class Movement(Copies):
 
     def adopt(
         self, uid: NamespaceUid, key: Key, size: int, sum: int, depth: int, parent: bytes, slot: Slot, seq: int,  # noqa: A002
+        *, keep: Keep | None = None,
     ) -> bool:  # fmt: skip
         """Start of the SSD tier: the checked record in `slot` (of an extent taken by `ssd.adopt_extent`) becomes a block. Call
         in order of `seq`, the oldest first. False, erase it: the namespace is not open here, the key is there already, its
@@ -300,6 +307,9 @@ class Movement(Copies):
         space.blocks[key] = block
         space.causes.pop(key, None)
         self._ssd_policy.adopt(copy, self._tick, depth)
+        if keep is not None:
+            block.keep = keep
+            self._arrived(block)
         self.counters["adopted"] += 1
         self._report(uid, key, 2, None, size)
         return True

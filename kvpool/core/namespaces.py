@@ -7,6 +7,7 @@ from typing import Final
 
 from kvpool.core.hashing import MAX_SALT_BYTES, HashKind
 from kvpool.core.layout import KVLayout
+from kvpool.core.retention import TTL_S_MAX, check_seconds
 from kvpool.core.types import HASH_BYTES, UID_BYTES, NamespaceUid
 from kvpool.errors import InvalidArgument, LayoutMismatch
 
@@ -29,7 +30,8 @@ def check_name(name: object) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceSpec:
     """All facts of a namespace. `block_bytes` and `chunk_bytes` are of one shard's block; `variable`: values of 1..block_bytes
-    bytes (opaque layouts). `quota_bytes` 0: none. `removal_seq`: removals so far. Made by `of`; checked whole by `check`."""
+    bytes (opaque layouts). `quota_bytes`, `ttl_ms` 0: none. `removal_seq`: removals so far. Made by `of`; checked whole by
+    `check`."""
 
     uid: NamespaceUid = NO_UID
     name: str
@@ -44,6 +46,7 @@ class NamespaceSpec:
     block_tokens: int = 1
     quota_bytes: int = 0
     removal_seq: int = 0
+    ttl_ms: int = 0  # blocks expire so long after their last put
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class NamespaceSpec:
         salt: bytes = b"",
         replicas: int = 1,
         quota_bytes: int | None = None,
+        ttl_s: float | None = None,
     ) -> NamespaceSpec:
         """The spec of a namespace with this layout, checked. Raises InvalidArgument naming the argument."""
         if not isinstance(layout, KVLayout):
@@ -75,6 +79,7 @@ class NamespaceSpec:
             replicas=replicas,
             block_tokens=layout.block_tokens,
             quota_bytes=0 if quota_bytes is None else quota_bytes,
+            ttl_ms=check_seconds("ttl_s", ttl_s),
         )
         return spec.check()
 
@@ -105,6 +110,9 @@ class NamespaceSpec:
             raise InvalidArgument(f"salt: {len(self.salt)} bytes; the limit is {MAX_SALT_BYTES}")
         _check_int("replicas", self.replicas, 1, MAX_REPLICAS)
         _check_int("quota_bytes", self.quota_bytes, 0, 2**63)
+        if 0 < self.quota_bytes < self.block_bytes:
+            raise InvalidArgument(f"quota_bytes: {self.quota_bytes} is less than one block, which has {self.block_bytes} bytes")
+        _check_int("ttl_ms", self.ttl_ms, 0, TTL_S_MAX * 1000)
         _check_int("removal_seq", self.removal_seq, 0, 2**63)
         return self
 

@@ -115,13 +115,14 @@ class _Class:
 
 
 class _Arena:
-    __slots__ = ("classes", "closing", "free_positions", "largest_bytes", "n_used")
+    __slots__ = ("classes", "closing", "free_positions", "largest_bytes", "n_used", "used_bytes")
 
     def __init__(self, largest_bytes: int, positions: int) -> None:
         self.largest_bytes = largest_bytes
         self.classes: dict[int, _Class] = {}
         self.free_positions: list[tuple[int, int]] = [(0, positions)]  # (start, count), by start, never adjacent
         self.n_used = 0
+        self.used_bytes = 0
         self.closing = False
 
 
@@ -216,6 +217,7 @@ class SlabAllocator:
             del home.classes[slot_bytes]
         taken = len(slots)
         home.n_used += taken
+        home.used_bytes += taken * slot_bytes
         self.n_blocks += taken
         self.used_bytes += taken * slot_bytes
         return slots
@@ -256,6 +258,11 @@ class SlabAllocator:
         first = (extent.number << INDEX_BITS) + start
         slots.extend(range(first, first + count))  # type: ignore[arg-type]
 
+    def arena_bytes_used(self, arena: NamespaceUid) -> int:
+        """Bytes of the arena's slots that are taken; 0: there is no such arena."""
+        home = self._arenas.get(arena)
+        return 0 if home is None else home.used_bytes
+
     def has_room(self, arena: NamespaceUid, size: int) -> bool:
         """Whether `allocate` would find bytes for one block of `size` (a place in the arena it may yet lack)."""
         home = self._arenas[arena]
@@ -282,6 +289,7 @@ class SlabAllocator:
         arena = extent.arena
         home = self._arenas[arena]
         home.n_used -= 1
+        home.used_bytes -= extent.slot_bytes
         if extent.n_free == 1:
             home.classes[extent.slot_bytes].with_free[extent.number] = extent
         if extent.n_free == extent.n_slots:
@@ -461,6 +469,7 @@ class SlabAllocator:
         home = self._arenas[arena]
         self._mark(home.classes[extent.slot_bytes], extent, index, 1, [owner], [])
         home.n_used += 1
+        home.used_bytes += extent.slot_bytes
         self.n_blocks += 1
         self.used_bytes += extent.slot_bytes
         return True

@@ -81,6 +81,7 @@ class BlockCode(IntEnum):
     FULL = 5
     REJECTED = 6
     UNLISTED = 7
+    FULL_QUOTA = 9  # a link's word for a FULL that the namespace's quota causes; on the wire it is FULL, and counted beside
     LATER = 8  # not looked at: past the first miss, or past what one answer may carry; ask again from here
 
 

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvpool.core.membership import WorkerState
+from kvpool.core.pins import PinLevel
 from kvpool.master.session import Sessions
 from kvpool.master.state import MasterState
 from kvpool.obs.http import ImpatientProtocol
@@ -118,6 +119,20 @@ def _metrics(state: MasterState, sessions: Sessions) -> Iterator[Metric]:
     yield gauge("kvpool_index_bytes", "Memory of the index", state.catalog.index_bytes)
     yield gauge("kvpool_gone_keys", "Keys whose miss cause is remembered", len(state.gone))
     yield gauge("kvpool_namespaces", "Namespaces", len(state.namespaces))
+    limited = [namespace for namespace in state.namespaces.values() if namespace.spec.quota_bytes]
+    quotas: dict[tuple[str, ...], float] = {(ns.spec.name,): float(ns.spec.quota_bytes) for ns in limited}
+    yield Metric("kvpool_namespace_quota_bytes", Kind.GAUGE, "Quota of a namespace", ("namespace",), quotas)
+    used: dict[tuple[str, ...], float] = {
+        (ns.spec.name, tier): float(n)
+        for ns in limited
+        for tier, n in zip(("dram", "ssd"), sessions.quotas.used(ns.spec.uid), strict=True)
+    }
+    yield Metric("kvpool_namespace_used_bytes", Kind.GAUGE, "Bytes that all its copies take", ("namespace", "tier"), used)
+    pins = [namespace.pins.counts() for namespace in state.namespaces.values() if len(namespace.pins)]
+    by_level: dict[tuple[str, ...], float] = {
+        (level.name.lower(),): float(sum(one[level] for one in pins)) for level in (PinLevel.SOFT, PinLevel.HARD)
+    }
+    yield Metric("kvpool_pins", Kind.GAUGE, "Keys that are pinned", ("level",), by_level)
     states: dict[tuple[str, ...], float] = {(s.name.lower(),): 0.0 for s in WorkerState}
     for member in state.members:
         states[(member.told_state.name.lower(),)] += 1

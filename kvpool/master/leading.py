@@ -22,14 +22,15 @@ from typing import Any, Final, NoReturn
 
 from kvpool.core.election import Role, Standing
 from kvpool.core.removals import Removal
-from kvpool.core.types import Epoch, NamespaceUid, WorkerId
+from kvpool.core.types import Epoch, Key, NamespaceUid, WorkerId
 from kvpool.errors import Fenced, KVPoolError, MasterUnavailable, StoreUnavailable
 from kvpool.master.election import Elector
+from kvpool.master.pinning import end_pins
 from kvpool.master.redis_store import WRITE_S, RedisStore
 from kvpool.master.service import MasterService
 from kvpool.master.session import Sessions
 from kvpool.master.state import Limits, MasterState
-from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
+from kvpool.master.store import NamespaceRecord, PinRecord, Store, WorkerRecord
 from kvpool.transport.rpc import status_of
 from kvpool.v1 import master_pb2 as pb
 from kvpool.v1 import master_pb2_grpc as pb_grpc
@@ -57,6 +58,7 @@ class Term:
         heartbeat_s = self.state.settings.heartbeat_ms / 1000
         self._tasks = [
             asyncio.ensure_future(forever("tick", lambda: _tick(self.sessions, heartbeat_s))),
+            asyncio.ensure_future(forever("pins", lambda: _end_pins(self.state, heartbeat_s))),
             asyncio.ensure_future(forever("purge", lambda: _purge(self.state))),
             asyncio.ensure_future(forever("write_workers", lambda: _write_workers(self.state, heartbeat_s))),
         ]
@@ -87,6 +89,11 @@ async def forever(name: str, step: Callable[[], Awaitable[None]]) -> None:
 async def _tick(sessions: Sessions, heartbeat_s: float) -> None:
     await sessions.tick()
     await asyncio.sleep(heartbeat_s)
+
+
+async def _end_pins(state: MasterState, heartbeat_s: float) -> None:
+    await asyncio.sleep(heartbeat_s)
+    await end_pins(state)
 
 
 async def _purge(state: MasterState) -> None:
@@ -132,6 +139,9 @@ class TermStore:
     async def removals(self, uid: NamespaceUid) -> Sequence[Removal]:
         return await self._store.removals(uid)
 
+    async def pins(self) -> list[tuple[NamespaceUid, PinRecord]]:
+        return await self._store.pins()
+
     async def workers(self) -> list[WorkerRecord]:
         return await self._store.workers()
 
@@ -143,6 +153,12 @@ class TermStore:
 
     async def log_removal(self, uid: NamespaceUid, removal: Removal, *, first_seq: int) -> None:
         await self._write(lambda: self._store.log_removal(uid, removal, first_seq=first_seq))
+
+    async def put_pins(self, uid: NamespaceUid, pins: Sequence[PinRecord]) -> None:
+        await self._write(lambda: self._store.put_pins(uid, pins))
+
+    async def delete_pins(self, uid: NamespaceUid, keys: Sequence[Key]) -> None:
+        await self._write(lambda: self._store.delete_pins(uid, keys))
 
     async def put_worker(self, record: WorkerRecord) -> None:
         await self._write(lambda: self._store.put_worker(record))

@@ -1,7 +1,7 @@
 """The store of a single master: LMDB in its data directory.
 
     data_dir/LOCK             flock of the master that runs, with its pid
-    data_dir/state/data.mdb   meta, namespaces, removals (uid + number, big-endian), workers
+    data_dir/state/data.mdb   meta, namespaces, removals (uid + number, big-endian), workers, pins (uid + key)
 
 Writes are synced and run on one thread, so that a slow disk does not hold the loop. A damaged file is refused and left as it is:
 nothing here can be made again from elsewhere.
@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvpool.core.removals import Removal
-from kvpool.core.types import UID_BYTES, Epoch, NamespaceUid, WorkerId
+from kvpool.core.types import UID_BYTES, Epoch, Key, NamespaceUid, WorkerId
 from kvpool.errors import ConfigError, KVPoolError, QuotaExceeded
 from kvpool.master.store import (
     NamespaceRecord,
+    PinRecord,
     WorkerRecord,
     namespace_from_bytes,
     namespace_to_bytes,
+    pin_from_bytes,
+    pin_to_bytes,
     with_removal_seq,
     worker_from_bytes,
     worker_to_bytes,
@@ -72,8 +75,8 @@ class LmdbStore:
         place = self._dir / "state"
         _check_file(place / "data.mdb")
         try:
-            self._env = lmdb.open(str(place), map_size=MAP_BYTES, max_dbs=4, metasync=True, sync=True, create=True)
-            self._dbs = {name: self._env.open_db(name.encode()) for name in ("meta", "namespaces", "removals", "workers")}
+            self._env = lmdb.open(str(place), map_size=MAP_BYTES, max_dbs=8, metasync=True, sync=True, create=True)
+            self._dbs = {name: self._env.open_db(name.encode()) for name in ("meta", "namespaces", "removals", "workers", "pins")}
             with self._env.begin(write=True) as txn:
                 meta = self._dbs["meta"]
                 epoch = int(txn.get(b"epoch", b"0", db=meta)) + 1
@@ -131,6 +134,10 @@ class LmdbStore:
         def work(txn: Any) -> None:
             txn.delete(uid, db=self._dbs["namespaces"])
             self._trim(txn, uid, before_seq=2**64 - 1)
+            cursor = txn.cursor(db=self._dbs["pins"])
+            found = cursor.set_range(uid)
+            while found and bytes(cursor.key()[:UID_BYTES]) == uid:
+                found = cursor.delete()
 
         await self._write(work)
 
@@ -168,6 +175,28 @@ class LmdbStore:
                         seq = _SEQ.unpack(bytes(key[UID_BYTES:]))[0]
                         found.append(Removal(seq, bytes(value[1:]), bytes(value[:1]) == _EVERYTHING))
             return found
+
+        return await self._run(run)
+
+    async def put_pins(self, uid: NamespaceUid, pins: Sequence[PinRecord]) -> None:
+        def work(txn: Any) -> None:
+            if txn.get(uid, db=self._dbs["namespaces"]) is not None:
+                for pin in pins:
+                    txn.put(uid + pin.key, pin_to_bytes(pin), db=self._dbs["pins"])
+
+        await self._write(work)
+
+    async def delete_pins(self, uid: NamespaceUid, keys: Sequence[Key]) -> None:
+        def work(txn: Any) -> None:
+            for key in keys:
+                txn.delete(uid + key, db=self._dbs["pins"])
+
+        await self._write(work)
+
+    async def pins(self) -> list[tuple[NamespaceUid, PinRecord]]:
+        def run() -> list[tuple[NamespaceUid, PinRecord]]:
+            with self._env.begin(db=self._dbs["pins"]) as txn:
+                return [pin_from_bytes(bytes(name), bytes(value)) for name, value in txn.cursor()]
 
         return await self._run(run)
 

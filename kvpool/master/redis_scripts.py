@@ -133,11 +133,11 @@ return number
 """
 )
 
-# KEYS meta, namespaces, removal_seqs, removals of the namespace; ARGV ..., uid
+# KEYS meta, namespaces, removal_seqs, removals of the namespace, pins; ARGV ..., uid, uid in bytes
 DELETE_NAMESPACE: Final = (
     _WRITE
     + """
-problem = alien(KEYS[2], 'hash') or alien(KEYS[3], 'hash')
+problem = alien(KEYS[2], 'hash') or alien(KEYS[3], 'hash') or alien(KEYS[5], 'hash')
 if problem then return problem end
 """
     + _DONE
@@ -145,12 +145,48 @@ if problem then return problem end
 redis.call('HDEL', KEYS[2], ARGV[4])
 redis.call('HDEL', KEYS[3], ARGV[4])
 redis.call('UNLINK', KEYS[4])
+for _, name in ipairs(redis.call('HKEYS', KEYS[5])) do
+  if string.sub(name, 1, #ARGV[5]) == ARGV[5] then redis.call('HDEL', KEYS[5], name) end
+end
 return number
 """
 )
 
-# KEYS like DELETE_NAMESPACE; ARGV ..., uid, seq, first_seq, entry (u64 little-endian seq, u8 kind, keys). Entries at the end with
-# this number or a greater one were never confirmed to anybody: the leader's next removal takes their place.
+# KEYS meta, namespaces, pins; ARGV ..., uid, bytes of a name (uid and key), bytes of a value, names each with its value
+PUT_PINS: Final = (
+    _WRITE
+    + """
+problem = alien(KEYS[2], 'hash') or alien(KEYS[3], 'hash')
+if problem then return problem end
+if redis.call('HEXISTS', KEYS[2], ARGV[4]) == 0 then return number end
+"""
+    + _DONE
+    + """
+local key_bytes, step, packed = tonumber(ARGV[5]), tonumber(ARGV[5]) + tonumber(ARGV[6]), ARGV[7]
+for at = 1, #packed, step do
+  redis.call('HSET', KEYS[3], string.sub(packed, at, at + key_bytes - 1), string.sub(packed, at + key_bytes, at + step - 1))
+end
+return number
+"""
+)
+
+# KEYS meta, pins; ARGV ..., bytes of a name, names
+DELETE_PINS: Final = (
+    _WRITE
+    + """
+problem = alien(KEYS[2], 'hash')
+if problem then return problem end
+"""
+    + _DONE
+    + """
+local step, packed = tonumber(ARGV[4]), ARGV[5]
+for at = 1, #packed, step do redis.call('HDEL', KEYS[2], string.sub(packed, at, at + step - 1)) end
+return number
+"""
+)
+
+# KEYS like DELETE_NAMESPACE without pins; ARGV ..., uid, seq, first_seq, entry (u64 little-endian seq, u8 kind, keys). Entries
+# at the end with this number or a greater one were never confirmed to anybody: the leader's next removal takes their place.
 LOG_REMOVAL: Final = (
     _WRITE
     + """

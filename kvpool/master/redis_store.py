@@ -5,6 +5,7 @@
     {kvpool:POOL}:namespaces        hash     uid -> JSON
     {kvpool:POOL}:removal_seqs      hash     uid -> number of the newest removal
     {kvpool:POOL}:removals:UID      list     u64 little-endian number | u8 everything | keys; trimmed with each new one
+    {kvpool:POOL}:pins              hash     uid and key -> u8 level, u64 little-endian end (ms of the wall clock)
     {kvpool:POOL}:workers           hash     worker id -> JSON
 
 Every write is a script that changes nothing unless this store's (epoch, owner) lead, and that is numbered: one that was held
@@ -31,16 +32,20 @@ from typing import Any, Final
 
 from kvpool.core.election import LeaseTerms, Role
 from kvpool.core.removals import Removal
-from kvpool.core.types import KEY_BYTES, UID_BYTES, Epoch, NamespaceUid, WorkerId
+from kvpool.core.types import KEY_BYTES, UID_BYTES, Epoch, Key, NamespaceUid, WorkerId
 from kvpool.errors import ConfigError, Fenced, KVPoolError, StoreUnavailable
 from kvpool.master import redis_scripts as scripts
 from kvpool.master.election import Elector, LeaseReply, end_task
 from kvpool.master.redis_link import RedisLink, StoreDamaged, parse
 from kvpool.master.store import (
+    PIN_BYTES,
     NamespaceRecord,
+    PinRecord,
     WorkerRecord,
     namespace_from_bytes,
     namespace_to_bytes,
+    pin_from_bytes,
+    pin_to_bytes,
     worker_from_bytes,
     worker_to_bytes,
 )
@@ -51,6 +56,7 @@ WRITE_S: Final = 1.5  # a whole write: its turn, the script, the replica
 WARM_S: Final = 2.0  # to connect, after a request about the lease failed
 WAIT_MS: Final = 100  # for a replica; shorter than a read's timeout
 REPLICAS_KNOWN_S: Final = 5.0  # then redis is asked again how many there are
+PINS_A_WRITE: Final = 4_096  # some ms of redis, which does nothing else meanwhile
 PAGE: Final = 256  # records or log entries in one answer
 OPEN_EXTRA_MS: Final = 1_000  # over a lease's time, in which a master that died lets the place go
 
@@ -81,7 +87,7 @@ class RedisStore:
         tag = f"{{kvpool:{self.place.pool}}}"
         self._meta, self._lease = f"{tag}:meta", f"{tag}:lease"
         self._namespaces, self._seqs, self._workers = f"{tag}:namespaces", f"{tag}:removal_seqs", f"{tag}:workers"
-        self._removals_prefix = f"{tag}:removals:"
+        self._removals_prefix, self._pins = f"{tag}:removals:", f"{tag}:pins"
         self._link = RedisLink(self.place, slot_key=self._meta)
         self._epoch: Epoch | None = None
         self._holder = ""  # of the lease, where it was another's
@@ -232,11 +238,22 @@ class RedisStore:
         await self._write(scripts.PUT_NAMESPACE, keys, record.spec.uid.hex(), raw, record.spec.removal_seq)
 
     async def delete_namespace(self, uid: NamespaceUid) -> None:
-        await self._write(scripts.DELETE_NAMESPACE, self._namespace_keys(uid), uid.hex())
+        await self._write(scripts.DELETE_NAMESPACE, (*self._namespace_keys(uid), self._pins), uid.hex(), uid)
 
     async def log_removal(self, uid: NamespaceUid, removal: Removal, *, first_seq: int) -> None:
         entry = _ENTRY.pack(removal.seq, removal.everything) + removal.keys
         await self._write(scripts.LOG_REMOVAL, self._namespace_keys(uid), uid.hex(), removal.seq, first_seq, entry)
+
+    async def put_pins(self, uid: NamespaceUid, pins: Sequence[PinRecord]) -> None:
+        keys = (self._meta, self._namespaces, self._pins)
+        for start in range(0, len(pins), PINS_A_WRITE):
+            packed = b"".join(uid + pin.key + pin_to_bytes(pin) for pin in pins[start : start + PINS_A_WRITE])
+            await self._write(scripts.PUT_PINS, keys, uid.hex(), UID_BYTES + KEY_BYTES, PIN_BYTES, packed)
+
+    async def delete_pins(self, uid: NamespaceUid, keys: Sequence[Key]) -> None:
+        for start in range(0, len(keys), PINS_A_WRITE):
+            packed = b"".join(uid + key for key in keys[start : start + PINS_A_WRITE])
+            await self._write(scripts.DELETE_PINS, (self._meta, self._pins), UID_BYTES + KEY_BYTES, packed)
 
     async def put_worker(self, record: WorkerRecord) -> None:
         await self._write(scripts.PUT_WORKER, (self._meta, self._workers), record.worker_id, worker_to_bytes(record))
@@ -283,6 +300,15 @@ class RedisStore:
                 found.append(Removal(seq, raw[_ENTRY.size :], bool(kind)))
             if len(page) < PAGE:
                 return found
+
+    async def pins(self) -> list[tuple[NamespaceUid, PinRecord]]:
+        found = []
+        async for name, raw in self._hash(self._pins):
+            try:
+                found.append(pin_from_bytes(name, raw))
+            except ValueError as error:
+                raise self._damaged(f"{self._pins}, field {name!r:.100}", "no pin") from error
+        return found
 
     async def workers(self) -> list[WorkerRecord]:
         found = []

@@ -19,6 +19,7 @@ import numpy as np
 from kvpool.core.catalog import Replicas, page_of
 from kvpool.core.keys import pack_keys, split_keys
 from kvpool.core.membership import WorkerState
+from kvpool.core.pins import PinLevel
 from kvpool.core.placement import Candidate, place, share
 from kvpool.core.types import (
     CAUSE_CODES,
@@ -33,6 +34,7 @@ from kvpool.core.types import (
     WorkerId,
 )
 from kvpool.errors import InvalidArgument, KVPoolError, QuotaExceeded
+from kvpool.master import pinning
 from kvpool.master.session import Sessions
 from kvpool.master.state import MasterState, Namespace
 from kvpool.master.watch import WATCHED_NAMESPACES_MAX, WATCHERS_MAX, watch
@@ -103,8 +105,6 @@ class MasterService(pb_grpc.MasterServicer):
 
     @_typed
     async def CreateNamespace(self, request: pb.CreateNamespaceRequest, context: Any) -> pb.NamespaceReply:
-        if request.namespace.quota_bytes:
-            raise InvalidArgument("quota_bytes: not supported by this version")
         wanted = spec_from_proto(request.namespace)
         spec, created = await self._state.create(wanted)
         if created:
@@ -213,6 +213,29 @@ class MasterService(pb_grpc.MasterServicer):
         infos = (state.holder_info(up[candidate.worker_id].holder) for candidate in chosen)
         return pb.PlaceReply(epoch=state.epoch, workers=[info for info in infos if info is not None])
 
+    # --- pins -----------------------------------------------------------------------------------------------------------
+
+    @_typed
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
+        namespace = self._namespace(request.namespace)
+        return await pinning.pin(self._state, self._sessions, namespace, _keys(request.keys), level=request.level,
+                                 ttl_ms=request.ttl_ms, wait_s=_wait_s(context))  # fmt: skip
+
+    @_typed
+    async def Unpin(self, request: pb.UnpinRequest, context: Any) -> pb.PinReply:
+        namespace = self._namespace(request.namespace)
+        if request.all and request.keys:
+            raise InvalidArgument("keys: must be empty when all pins are ended")
+        keys = None if request.all else _keys(request.keys)
+        return await pinning.unpin(self._state, self._sessions, namespace, keys, wait_s=_wait_s(context))
+
+    @_typed
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsReply:
+        limit = min(request.limit or LIST_LIMIT_MAX, LIST_LIMIT_MAX)
+        return pinning.list_pins(self._state, self._namespace(request.namespace), after=request.after, limit=limit)
+
+    # --- what there is --------------------------------------------------------------------------------------------------
+
     @_typed
     async def ListBlocks(self, request: pb.ListBlocksRequest, context: Any) -> pb.ListBlocksReply:
         state = self._state
@@ -231,19 +254,27 @@ class MasterService(pb_grpc.MasterServicer):
             tiers=bytes(_union(replicas) for _, replicas in there),
             n_replicas=bytes(min(255, len(replicas)) for _, replicas in there),
             cursor=page[-1] if len(page) == limit else b"",
+            pins=pinning.levels_of(namespace, [key for key, _ in there]),
         )
 
     @_typed
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         state = self._state
-        namespaces = [
-            pb.NamespaceStatus(
-                namespace=spec_to_proto(namespace.spec),
-                blocks=state.catalog.count(uid),
-                bytes=state.catalog.value_bytes(uid, block_bytes=namespace.spec.block_bytes),
+        namespaces = []
+        for uid, namespace in state.namespaces.items():
+            pins = namespace.pins.counts() if len(namespace.pins) else {}
+            dram_bytes, ssd_bytes = self._sessions.quotas.used(uid) if namespace.spec.quota_bytes else (0, 0)
+            namespaces.append(
+                pb.NamespaceStatus(
+                    namespace=spec_to_proto(namespace.spec),
+                    blocks=state.catalog.count(uid),
+                    bytes=state.catalog.value_bytes(uid, block_bytes=namespace.spec.block_bytes),
+                    pins_soft=pins.get(PinLevel.SOFT, 0),
+                    pins_hard=pins.get(PinLevel.HARD, 0),
+                    dram_bytes=dram_bytes,
+                    ssd_bytes=ssd_bytes,
+                )
             )
-            for uid, namespace in state.namespaces.items()
-        ]
         return pb.DescribeReply(
             epoch=state.epoch,
             leader=state.leader,

@@ -25,6 +25,8 @@ from kvpool.core.removals import Removal
 from kvpool.core.session import SESSION_PROTOCOL, Accept, ReportBatch
 from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, UID_BYTES, Holder, Incarnation, NamespaceUid, Tier, WorkerId
 from kvpool.errors import InvalidArgument, KVPoolError, VersionMismatch
+from kvpool.master.pinning import all_pins
+from kvpool.master.quotas import Quotas, Shares, changed
 from kvpool.master.state import Extra, MasterState, Namespace
 from kvpool.master.wire import spec_to_proto
 from kvpool.v1 import master_pb2 as pb
@@ -45,7 +47,7 @@ SLICE_KEYS: Final = 4_096  # of an inventory that are applied at once: a few ms 
 
 @dataclass(slots=True)
 class Task:
-    """One removal at one worker. `done`: u8 [n] of what it had and their number; None when it can no longer answer."""
+    """One removal or pin at one worker. `done`: u8 [n] of its codes and the number removed; None when it can no longer answer."""
 
     worker_id: WorkerId
     n_keys: int
@@ -124,6 +126,7 @@ class Stream:
         self.closing: asyncio.Future[Closed] = asyncio.get_running_loop().create_future()
         self.tasks: dict[int, Task] = {}
         self.told_deleted: set[NamespaceUid] = set()
+        self.told_shares: Shares = {}
         self.has_disk = True  # until its first heartbeat says what it has
         self.left = False
 
@@ -143,6 +146,7 @@ class Sessions:
         self._state = state
         self.streams: dict[WorkerId, Stream] = {}
         self.open_streams = 0  # those that have not said hello among them
+        self.quotas = Quotas(state)
         self._last_task = state.epoch << 32  # a worker may still answer what a master of before asked it
 
     # --- a stream -------------------------------------------------------------------------------------------------------
@@ -221,6 +225,9 @@ class Sessions:
         self.streams[info.worker_id] = stream
         state.extras[info.worker_id] = extra
         stream.send(welcome=self._make_welcome(hello, inventory_wanted=not resumes))
+        for task in all_pins(state):
+            stream.send(pin=task)
+        self.tell_quotas()
         if resumes:
             stream.outbox.ack(extra.inbox.expected - 1)  # the acknowledgement of the last stream's end may have been lost with it
         state.counts.sessions += 1
@@ -372,7 +379,9 @@ class Sessions:
     def _heartbeat(self, stream: Stream, heartbeat: pb.Heartbeat) -> None:
         if len(heartbeat.tiers) > TIERS_MAX:
             raise InvalidArgument(f"heartbeat.tiers: {len(heartbeat.tiers)} tiers; the limit is {TIERS_MAX}")
-        stream.extra.tiers = tuple(heartbeat.tiers)
+        if len(heartbeat.uses) > HELLO_NAMESPACES_MAX or any(len(use.namespace) != UID_BYTES for use in heartbeat.uses):
+            raise InvalidArgument(f"heartbeat.uses: at most {HELLO_NAMESPACES_MAX} namespaces with uids of {UID_BYTES} bytes")
+        stream.extra.tiers, stream.extra.uses = tuple(heartbeat.tiers), tuple(heartbeat.uses)
         stream.has_disk = any(tier.tier == Tier.SSD.value for tier in heartbeat.tiers)
         self._state.note_drain(stream.member, stream.extra, _check_drain(heartbeat))
         for tier in heartbeat.tiers:
@@ -380,6 +389,7 @@ class Sessions:
                 free_bytes = max(0, tier.capacity_bytes - tier.used_bytes)
                 members = self._state.members
                 self._state.settle(members.room(stream.worker_id, free_bytes=free_bytes, capacity_bytes=tier.capacity_bytes))
+        self.tell_quotas()
 
     def _task_done(self, stream: Stream, done: pb.TaskDone) -> None:
         task = stream.tasks.pop(done.task_id, None)
@@ -397,6 +407,27 @@ class Sessions:
         """A new namespace, to every connected worker."""
         for stream in self.streams.values():
             stream.send(namespace=pb.NamespaceUpdate(namespace=spec_to_proto(namespace.spec)))
+        self.tell_quotas()
+
+    def tell_quotas(self) -> None:
+        """Each worker's parts of the quotas, where they are not what it was told last. After its Welcome."""
+        current = self.quotas.current()
+        for stream in self.streams.values():
+            update = changed(stream.told_shares, current.get(stream.worker_id, {}))
+            if update is not None:
+                stream.told_shares = dict(current[stream.worker_id])
+                stream.send(quotas=update)
+
+    def send_pins(self, batch: pb.PinBatch) -> list[Task]:
+        """Queues pins for every connected worker, without waiting."""
+        tasks = []
+        for stream in self.streams.values():
+            self._last_task += 1
+            task = Task(stream.worker_id, len(batch.levels))
+            stream.tasks[self._last_task] = task
+            tasks.append(task)
+            stream.send(pin=pb.PinTask(task_id=self._last_task, batches=[batch]))
+        return tasks
 
     def tell_deleted(self, uid: NamespaceUid) -> None:
         for stream in self.streams.values():
@@ -450,6 +481,7 @@ class Sessions:
             if stream is not None:
                 stream.close("dead", "nothing was heard of this worker for too long")
             await state.remember_away(worker_id)
+        self.tell_quotas()
         for stream in self.streams.values():
             stream.outbox.heartbeat()
 

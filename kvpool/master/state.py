@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -19,11 +20,12 @@ from kvpool.core.drain import Phase
 from kvpool.core.keys import split_keys
 from kvpool.core.membership import Change, Member, Membership, WorkerState
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.pins import PinBook
 from kvpool.core.removals import Missed, Removal, RemovalLog
 from kvpool.core.session import Inbox, ReportBatch, unpack_cause
 from kvpool.core.types import Epoch, Holder, Key, MissCause, NamespaceUid, WorkerId
 from kvpool.errors import KVPoolError, LayoutMismatch, MasterUnavailable, NamespaceNotFound, QuotaExceeded
-from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
+from kvpool.master.store import NamespaceRecord, PinRecord, Store, WorkerRecord
 from kvpool.master.watch import Changed, Counters, Emptied, EventLog, HolderRetired, HolderSeen
 from kvpool.v1 import master_pb2 as pb
 
@@ -44,6 +46,7 @@ class Namespace:
     ordinal: int
     born_here: bool  # created in this epoch: what is not remembered as gone was never stored
     misses: dict[MissCause, int] = field(default_factory=dict)
+    pins: PinBook = field(default_factory=PinBook)  # times of the wall clock
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Extra:
     pid: int = 0
     version: str = ""
     drain: pb.DrainStatus | None = None  # as its last heartbeat said
+    uses: tuple[pb.NamespaceUse, ...] = ()  # of namespaces with a quota, as its last heartbeat said
 
 
 @dataclass(slots=True)
@@ -80,13 +84,14 @@ class Counts:
 
 
 class MasterState:
-    """Made by `load`. `now_ms` is a monotonic clock."""
+    """Made by `load`. `now_ms` is a monotonic clock, `wall_ms` that of the store."""
 
-    def __init__(self, store: Store, epoch: Epoch, *, settings: Limits, now_ms: Callable[[], int]) -> None:
+    def __init__(self, store: Store, epoch: Epoch, *, settings: Limits, now_ms: Callable[[], int],
+                 wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000) -> None:  # fmt: skip
         self.store = store
         self.epoch = epoch
         self.settings = settings
-        self.now_ms = now_ms
+        self.now_ms, self.wall_ms = now_ms, wall_ms
         self.catalog = Catalog()
         self.gone = Gone(settings.gone_memory_keys)
         self.events = EventLog(coalesce_ms=settings.watch_coalesce_ms)
@@ -99,6 +104,7 @@ class MasterState:
         self.members: Membership = self._membership(())
         self._ordinal = 0
         self._creating = asyncio.Lock()
+        self.pinning = asyncio.Lock()  # the same of pins
         self._logging = asyncio.Lock()  # removals reach the store one after the other
         self._unsure: dict[str, NamespaceUid] = {}  # namespaces whose creation the store did not confirm
         self._unwritten: dict[WorkerId, None] = {}  # workers whose record the store does not have as it is here
@@ -122,6 +128,9 @@ class MasterState:
             removals = RemovalLog.of(entries, keys_max=self.settings.removal_log_max, seq=record.spec.removal_seq)
             self._add(Namespace(replace(record.spec, removal_seq=removals.seq), removals, record.ordinal, born_here=False))
             self._ordinal = max(self._ordinal, record.ordinal)
+        for uid, pin in await self.store.pins():
+            if uid in self.namespaces:
+                self.namespaces[uid].pins.set(pin.key, pin.level, pin.until_ms)
         for worker in await self.store.workers():
             if worker.connected:  # it may have seen every namespace that there is
                 worker = replace(worker, seen_ordinal=self._ordinal)
@@ -273,7 +282,7 @@ class MasterState:
     async def rewrite(self) -> None:
         """Writes all that must survive into a store that was set back and has lost writes which it had confirmed. What it still
         has right is left alone; may be repeated."""
-        async with self._creating, self._logging:
+        async with self._creating, self._logging, self.pinning:
             stored = {record.spec.uid: record for record in await self.store.namespaces()}
             for uid in stored.keys() - self.namespaces.keys():
                 await self.store.delete_namespace(uid)
@@ -286,6 +295,7 @@ class MasterState:
                 n_same = next((i for i, (a, b) in enumerate(zip(there, own, strict=False)) if a != b), min(len(there), len(own)))
                 for removal in own[n_same:]:
                     await self.store.log_removal(uid, removal, first_seq=own[0].seq)
+            await rewrite_pins(self)
             away = [worker.worker_id for worker in await self.store.workers() if worker.worker_id not in self.records]
             self._unwritten.update(dict.fromkeys([*away, *self.records]))
         await self.write_workers()
@@ -499,6 +509,20 @@ class Limits:
     watch_coalesce_ms: int
     removal_log_max: int
     gone_memory_keys: int
+
+
+async def rewrite_pins(state: MasterState) -> None:
+    """The store gets what is pinned, and loses what is not; with `pinning` held."""
+    stored: dict[NamespaceUid, dict[Key, PinRecord]] = {}
+    for uid, pin in await state.store.pins():
+        stored.setdefault(uid, {})[pin.key] = pin
+    for uid, namespace in list(state.namespaces.items()):
+        own = {key: PinRecord(key, level, until_ms) for key, level, until_ms in namespace.pins.items()}
+        there = stored.get(uid, {})
+        if missing := [pin for key, pin in own.items() if there.get(key) != pin]:
+            await state.store.put_pins(uid, missing)
+        if ended := [key for key in there if key not in own]:
+            await state.store.delete_pins(uid, ended)
 
 
 def _check_same(existing: NamespaceSpec, wanted: NamespaceSpec) -> None:

@@ -1,4 +1,5 @@
-"""What a master must not forget, as a seam: namespaces, removals, known workers, the epoch. Engines: `lmdb_store` (one master).
+"""What a master must not forget, as a seam: namespaces, removals, pins, known workers, the epoch. Engines: `lmdb_store`
+(one master), `redis_store` (several).
 
 A store is used by one master at a time and refuses a second one. Every write has reached the disk when its coroutine ends;
 reads at start give back exactly what was written, in any order of keys. What is in memory of it is `state`.
@@ -7,14 +8,16 @@ reads at start give back exactly what was written, in any order of keys. What is
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvpool.core.hashing import HashKind
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.pins import PinLevel
 from kvpool.core.removals import Removal
-from kvpool.core.types import Epoch, NamespaceUid, WorkerId
+from kvpool.core.types import KEY_BYTES, UID_BYTES, Epoch, Key, NamespaceUid, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,15 @@ class WorkerRecord:
     drain_rate_bytes: int = 0  # a second, 0: no limit
 
 
+@dataclass(frozen=True, slots=True)
+class PinRecord:
+    """One key's pin; `until_ms` is of the wall clock."""
+
+    key: Key
+    level: PinLevel
+    until_ms: int
+
+
 class Store(Protocol):
     """Called from the master's loop only. Raises ConfigError where the place is in use or damaged, QuotaExceeded when full."""
 
@@ -54,7 +66,7 @@ class Store(Protocol):
     async def put_namespace(self, record: NamespaceRecord) -> None: ...
 
     async def delete_namespace(self, uid: NamespaceUid) -> None:
-        """With all its removals."""
+        """With all its removals and pins."""
         ...
 
     async def log_removal(self, uid: NamespaceUid, removal: Removal, *, first_seq: int) -> None:
@@ -63,6 +75,18 @@ class Store(Protocol):
 
     async def removals(self, uid: NamespaceUid) -> Sequence[Removal]:
         """In order of their numbers."""
+        ...
+
+    async def put_pins(self, uid: NamespaceUid, pins: Sequence[PinRecord]) -> None:
+        """Adds pins, in the place of earlier ones of their keys. Nothing happens when there is no such namespace."""
+        ...
+
+    async def delete_pins(self, uid: NamespaceUid, keys: Sequence[Key]) -> None:
+        """Unknown ones are skipped."""
+        ...
+
+    async def pins(self) -> list[tuple[NamespaceUid, PinRecord]]:
+        """Of all namespaces."""
         ...
 
     async def workers(self) -> list[WorkerRecord]: ...
@@ -99,6 +123,7 @@ def namespace_to_bytes(record: NamespaceRecord) -> bytes:
         "block_tokens": spec.block_tokens,
         "quota_bytes": spec.quota_bytes,
         "removal_seq": spec.removal_seq,
+        "ttl_ms": spec.ttl_ms,
         "ordinal": record.ordinal,
     }
     return json.dumps(fields).encode()
@@ -120,6 +145,7 @@ def namespace_from_bytes(raw: bytes) -> NamespaceRecord:
         block_tokens=fields["block_tokens"],
         quota_bytes=fields["quota_bytes"],
         removal_seq=fields["removal_seq"],
+        ttl_ms=fields.get("ttl_ms", 0),  # (records of an earlier release have none)
     )
     return NamespaceRecord(spec, fields["ordinal"])
 
@@ -132,6 +158,23 @@ def worker_from_bytes(raw: bytes) -> WorkerRecord:
     """Fields of a newer release are left out: while a pool is upgraded both write."""
     fields = json.loads(raw)
     return WorkerRecord(**{name: value for name, value in fields.items() if name in WorkerRecord.__slots__})
+
+
+_PIN: Final = struct.Struct("<BQ")
+PIN_BYTES: Final = _PIN.size
+
+
+def pin_to_bytes(record: PinRecord) -> bytes:
+    """Without its key."""
+    return _PIN.pack(record.level, record.until_ms)
+
+
+def pin_from_bytes(name: bytes, raw: bytes) -> tuple[NamespaceUid, PinRecord]:
+    """`name`: the namespace's uid and the key. Raises ValueError when that is no pin."""
+    if len(raw) != PIN_BYTES or len(name) != UID_BYTES + KEY_BYTES:
+        raise ValueError(f"{len(raw)} bytes under a name of {len(name)} bytes are no pin")
+    level, until_ms = _PIN.unpack(raw)
+    return NamespaceUid(name[:UID_BYTES]), PinRecord(name[UID_BYTES:], PinLevel(level), until_ms)
 
 
 def with_removal_seq(record: NamespaceRecord, seq: int) -> NamespaceRecord:

@@ -24,6 +24,7 @@ def spec_to_proto(spec: NamespaceSpec) -> pb.Namespace:
         block_tokens=spec.block_tokens,
         quota_bytes=spec.quota_bytes,
         removal_seq=spec.removal_seq,
+        ttl_ms=spec.ttl_ms,
     )
 
 
@@ -43,4 +44,5 @@ def spec_from_proto(message: pb.Namespace) -> NamespaceSpec:
         block_tokens=message.block_tokens,
         quota_bytes=message.quota_bytes,
         removal_seq=message.removal_seq,
+        ttl_ms=message.ttl_ms,
     ).check()

@@ -200,13 +200,17 @@ class SimLink:
         sent = [self._wire.arrives(one) for one in data]
         return self._call(ask, deadline, [Body(stop, sent) for stop in BODY_PIECES]).codes
 
-    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> Touched:
+    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float, hint: int | None = None) -> Touched:
+        """Simulated puts have no hints."""
+        del hint
         answer = self._call(self._ask("touch", deadline, batch=batch, wait_listed=wait_listed), deadline)
         return Touched(answer.tiers, answer.listed)
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float, fence: int | None = None) -> Reservation:
+    def reserve(
+        self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float, fence: int | None = None, hints: Sequence[int] = ()
+    ) -> Reservation:
         """Of blocks whole; `sizes` are of the few bytes that stand for them."""
-        del sizes
+        del sizes, hints
         real = [self._wire.size_of(key) for key in batch.split()]
         ask = self._ask("reserve", deadline, batch=batch, sizes=real, fence=fence)
         until = self._until(deadline)

@@ -26,6 +26,7 @@ from kvpool.sim.network import Endpoint, Network, Pool, Reset
 
 ADDRESS: Final = "store:6379"
 LAG_S: Final = (0.0002, 0.002)  # of a replica that is well
+HASHES: Final = ("namespaces", "removal_seqs", "workers", "pins")
 SEQ: Final = struct.Struct("<Q")
 
 
@@ -50,7 +51,7 @@ class RedisData:
     writes: int = 0
     lease: str = ""
     lease_until_s: float = 0.0
-    hashes: dict[str, dict[bytes, bytes]] = field(default_factory=lambda: {"namespaces": {}, "removal_seqs": {}, "workers": {}})
+    hashes: dict[str, dict[bytes, bytes]] = field(default_factory=lambda: {name: {} for name in HASHES})
     removals: dict[str, list[bytes]] = field(default_factory=dict)
 
     def put(self, spec: NamespaceSpec) -> None:
@@ -121,6 +122,8 @@ class RedisData:
             namespaces.pop(field_name, None)
             seqs.pop(field_name, None)
             self.removals.pop(name, None)
+            pins = self.hashes["pins"]
+            self.hashes["pins"] = {pin: value for pin, value in pins.items() if not pin.startswith(rest[1])}
             return "delete", NamespaceUid(bytes.fromhex(name))
         if script == scripts.LOG_REMOVAL:
             if field_name not in namespaces:
@@ -130,6 +133,18 @@ class RedisData:
             kept = [one for one in self.removals.get(name, ()) if first_seq <= SEQ.unpack_from(one)[0] < seq]
             self.removals[name] = [*kept, entry]
             return f"removal {seq}", NamespaceUid(bytes.fromhex(name))
+        if script == scripts.PUT_PINS:
+            if field_name not in namespaces:
+                return None
+            _, name_bytes, value_bytes, packed = rest
+            for at in range(0, len(packed), name_bytes + value_bytes):
+                one = packed[at : at + name_bytes + value_bytes]
+                self.hashes["pins"][one[:name_bytes]] = one[name_bytes:]
+            return "pins", NamespaceUid(bytes.fromhex(name))
+        if script == scripts.DELETE_PINS:
+            for at in range(0, len(rest[1]), rest[0]):
+                self.hashes["pins"].pop(rest[1][at : at + rest[0]], None)
+            return "no pins", None
         if script == scripts.PUT_WORKER:
             self.hashes["workers"][field_name] = rest[1]
             return f"worker {name}", None

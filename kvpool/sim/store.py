@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.core.removals import Removal
-from kvpool.core.types import Epoch, NamespaceUid, WorkerId
-from kvpool.master.store import NamespaceRecord, WorkerRecord
+from kvpool.core.types import Epoch, Key, NamespaceUid, WorkerId
+from kvpool.master.store import NamespaceRecord, PinRecord, WorkerRecord
 from kvpool.sim.clock import Process
 from kvpool.sim.disk import sleep
 
@@ -18,6 +18,7 @@ class StoreData:
 
     namespaces: dict[NamespaceUid, NamespaceRecord] = field(default_factory=dict)
     removal_log: dict[NamespaceUid, list[Removal]] = field(default_factory=dict)
+    pins: dict[tuple[NamespaceUid, Key], PinRecord] = field(default_factory=dict)
     workers: dict[WorkerId, WorkerRecord] = field(default_factory=dict)
     epoch: int = 0
 
@@ -44,6 +45,7 @@ class LocalStore:
         data = await self._write()
         data.namespaces.pop(uid, None)
         data.removal_log.pop(uid, None)
+        data.pins = {name: pin for name, pin in data.pins.items() if name[0] != uid}
 
     async def log_removal(self, uid: NamespaceUid, removal: Removal, *, first_seq: int) -> None:
         data = await self._write()
@@ -53,6 +55,14 @@ class LocalStore:
         log = [one for one in data.removal_log.get(uid, ()) if first_seq <= one.seq < removal.seq]
         data.removal_log[uid] = [*log, removal]
         data.namespaces[uid] = replace(record, spec=replace(record.spec, removal_seq=removal.seq))
+
+    async def put_pins(self, uid: NamespaceUid, pins: Sequence[PinRecord]) -> None:
+        (await self._write()).pins.update({(uid, pin.key): pin for pin in pins})
+
+    async def delete_pins(self, uid: NamespaceUid, keys: Sequence[Key]) -> None:
+        data = await self._write()
+        for key in keys:
+            data.pins.pop((uid, key), None)
 
     async def put_worker(self, record: WorkerRecord) -> None:
         (await self._write()).workers[record.worker_id] = record
@@ -65,6 +75,9 @@ class LocalStore:
 
     async def removals(self, uid: NamespaceUid) -> Sequence[Removal]:
         return list(self.data.removal_log.get(uid, ()))
+
+    async def pins(self) -> list[tuple[NamespaceUid, PinRecord]]:
+        return [(uid, pin) for (uid, _), pin in self.data.pins.items()]
 
     async def workers(self) -> list[WorkerRecord]:
         return list(self.data.workers.values())

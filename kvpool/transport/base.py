@@ -213,13 +213,14 @@ class WorkerLink(Protocol):
         ...
 
     def write(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
-              deadline: float) -> bytes:  # fmt: skip
-        """Blocks [n] to the worker; codes [n]: STORED, ALREADY, FULL, REJECTED, or UNLISTED (only with `wait_listed`: on the
-        worker, and the master has not confirmed). Raised LinkError: any of them may have been stored."""
+              deadline: float, hint: int = 0) -> bytes:  # fmt: skip
+        """Blocks [n] to the worker; codes [n]: STORED, ALREADY, FULL, FULL_QUOTA, REJECTED, or UNLISTED (only with `wait_listed`:
+        on the worker, and the master has not confirmed). `hint`: `retention.pack_hint`, of all of them. Raised LinkError: any
+        of them may have been stored."""
         ...
 
-    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> Touched:
-        """Which blocks are there now; marks them as used."""
+    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float, hint: int | None = None) -> Touched:
+        """Which blocks are there now; marks them as used. `hint`: they are being put, and live on as `write` would have it."""
         ...
 
     def drop(self, batch: KeyBatch, *, deadline: float) -> bytes:
@@ -243,8 +244,9 @@ class WorkerLink(Protocol):
         ...
 
     def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float,
-                fence: int | None = None) -> ReservationHandle:  # fmt: skip
-        """`fence`: the blocks are as of this removal of the namespace; a worker that is further raises NOT_READY."""
+                fence: int | None = None, hints: Sequence[int] = ()) -> ReservationHandle:  # fmt: skip
+        """`hints` [n] or none. `fence`: the blocks are as of this removal of the namespace; a worker that is further raises
+        NOT_READY."""
         ...
 
     def fill(self, reservation: ReservationHandle, ranges: Sequence[Range], *, deadline: float) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -20,6 +20,7 @@ import xxhash
 
 from kvpool.core.frames import (
     FILL_RANGE,
+    U64,
     CodesAnswer,
     CopyRequest,
     FillRequest,
@@ -53,6 +54,8 @@ from kvpool.transport.pool import Pool
 
 FRAME_BYTES_MAX: Final = 64 << 20  # payload of one frame that we send: bounds what an answer has to wait for
 FILLS_AHEAD: Final = 2  # FILLs sent before the first one's answer came
+_PUTS: Final = (Op.WRITE, Op.RESERVE, Op.COMMIT)
+_FULL, _FULL_QUOTA = bytes([BlockCode.FULL]), bytes([BlockCode.FULL_QUOTA])
 FORGET_SECONDS: Final = 1.0  # a release or an abort that nobody waits for gets this long to leave
 
 
@@ -113,8 +116,8 @@ class SocketLink:
 
     # --- calls without blocks -------------------------------------------------------------------------------------------------
 
-    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float) -> Touched:
-        answers = self._keys_call(Op.TOUCH, batch, Flag.WAIT_LISTED if wait_listed else Flag.NONE, deadline)
+    def touch(self, batch: KeyBatch, *, wait_listed: bool, deadline: float, hint: int | None = None) -> Touched:
+        answers = self._keys_call(Op.TOUCH, batch, Flag.WAIT_LISTED if wait_listed else Flag.NONE, deadline, hint=hint)
         return Touched(b"".join(a.codes for a in answers), wait_listed and all(a.number for a in answers))
 
     def drop(self, batch: KeyBatch, *, deadline: float) -> bytes:
@@ -187,7 +190,8 @@ class SocketLink:
 
     # --- reservations ---------------------------------------------------------------------------------------------------------
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float, fence: int | None = None) -> Reservation:
+    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, deadline: float, fence: int | None = None,
+                hints: Sequence[int] = ()) -> Reservation:  # fmt: skip
         if len(batch) != len(sizes):
             raise InvalidArgument(f"sizes: {len(sizes)} for {len(batch)} keys")
         if len(batch) > MAX_BATCH_KEYS:
@@ -196,7 +200,8 @@ class SocketLink:
         connection = self._pool.take(deadline, with_ring=self.transport == "shm")
         try:
             fences = np.array([] if fence is None else [fence], dtype=np.uint64)
-            meta = WriteRequest(batch, np.asarray(sizes, dtype=np.uint64), fences).encode()
+            some = hints_for(connection, hints if any(hints) else ())
+            meta = WriteRequest(batch, np.asarray(sizes, dtype=np.uint64), fences, hints=some).encode()
             answer = self._codes(connection, Op.RESERVE, meta, n=len(batch), deadline=deadline,
                                  flags=Flag.NONE if fence is None else Flag.FENCED)  # fmt: skip
         except BaseException:
@@ -296,12 +301,12 @@ class SocketLink:
         answer = connection.call(op, meta, deadline=deadline, flags=flags)
         return decode_codes(connection, op, answer.meta, n=n)
 
-    def _keys_call(self, op: Op, batch: KeyBatch, flags: Flag, deadline: float) -> list[CodesAnswer]:
+    def _keys_call(self, op: Op, batch: KeyBatch, flags: Flag, deadline: float, *, hint: int | None = None) -> list[CodesAnswer]:
         answers = []
         with self._call(deadline) as connection:
             for at in range(0, len(batch), MAX_BATCH_KEYS):
                 part = batch.slice(at, at + MAX_BATCH_KEYS)
-                meta = KeysRequest(part).encode()
+                meta = KeysRequest(part, hints_for(connection, () if hint is None else [hint] * len(part))).encode()
                 answers.append(self._codes(connection, op, meta, n=len(part), deadline=deadline, flags=flags))
         return answers
 
@@ -365,7 +370,14 @@ def decode_codes(connection: Connection, op: Op, meta: bytes, *, n: int) -> Code
         raise connection.protocol_error(f"{op.name}: {error}") from error
     if len(answer.codes) != n:
         raise connection.protocol_error(f"{op.name}: {len(answer.codes)} codes for {n} keys")
+    if answer.count and op in _PUTS:
+        return replace(answer, codes=answer.codes.replace(_FULL, _FULL_QUOTA))
     return answer
+
+
+def hints_for(connection: Connection, hints: Sequence[int]) -> U64:
+    """What of them this worker understands: all, or none."""
+    return np.array(hints if "hints" in connection.greeting.get("features", ()) else (), dtype=np.uint64)
 
 
 def cut_ranges(ranges: Sequence[Range], limit: int) -> list[Range]:

@@ -25,7 +25,7 @@ from kvpool.transport.arena_map import ArenaMap, attach
 from kvpool.transport.base import VIEW_TTL_MS, LinkOptions, Range, Viewed
 from kvpool.transport.connection import Connection, open_unix
 from kvpool.transport.copy_plan import U64, addresses_of, copy_runs, merge_runs, split_by_bytes
-from kvpool.transport.link import FORGET_SECONDS, Reservation, cut_ranges, decode_codes, fill_meta
+from kvpool.transport.link import FORGET_SECONDS, Reservation, cut_ranges, decode_codes, fill_meta, hints_for
 from kvpool.transport.receive import (
     CORRUPT,
     NOT_WANTED,
@@ -202,21 +202,23 @@ class ShmLink(InlineLink):
     # --- write ----------------------------------------------------------------------------------------------------------------
 
     def _write_part(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
-                    deadline: float) -> bytes:  # fmt: skip
+                    deadline: float, hint: int) -> bytes:  # fmt: skip
         sizes = [block.nbytes for block in blocks]
         with self._call(deadline, with_ring=True) as connection:
             ring = ring_of(connection, deadline=deadline)
             if ring is not None and sum(sizes) <= SMALL_WRITE_PARTS * ring.part_bytes:
                 copy_to_ring(ring, 0, blocks, sizes, deadline=deadline)
-                meta = WriteRequest(batch, np.array(sizes, dtype=np.uint64)).encode()
+                hints = hints_for(connection, [hint] * len(sizes) if hint else ())
+                meta = WriteRequest(batch, np.array(sizes, dtype=np.uint64), hints=hints).encode()
                 flags = Flag.RING | (Flag.WAIT_LISTED if wait_listed else Flag.NONE)
                 answer = connection.call(Op.WRITE, meta, deadline=deadline, flags=flags)
                 codes = decode_codes(connection, Op.WRITE, answer.meta, n=len(batch)).codes
                 self._count_written(codes, sizes)
                 return codes
         if ring is None:
-            return super()._write_part(batch, blocks, chunk_bytes=chunk_bytes, wait_listed=wait_listed, deadline=deadline)
-        return self._write_reserved(batch, blocks, sizes, wait_listed=wait_listed, deadline=deadline)
+            return super()._write_part(batch, blocks, chunk_bytes=chunk_bytes, wait_listed=wait_listed, deadline=deadline,
+                                       hint=hint)  # fmt: skip
+        return self._write_reserved(batch, blocks, sizes, wait_listed=wait_listed, deadline=deadline, hint=hint)
 
     def _fill_on(self, held: Reservation, ranges: Sequence[Range], deadline: float) -> None:
         """Through the ring, a part is copied while the worker takes in those before."""

@@ -21,7 +21,7 @@ from kvpool.errors import InvalidArgument
 from kvpool.transport.base import Buffers, LinkError, LinkOptions, Range, ReadResult
 from kvpool.transport.connection import Connection, open_tcp
 from kvpool.transport.copy_plan import cut_lanes
-from kvpool.transport.link import FRAME_BYTES_MAX, Reservation, SocketLink, decode_codes, no_progress
+from kvpool.transport.link import FRAME_BYTES_MAX, Reservation, SocketLink, decode_codes, hints_for, no_progress
 from kvpool.transport.receive import ReadState, decode_read, receive_inline, take_entries
 
 LANE_BYTES_MIN: Final = 4 << 20  # a read below twice this is one request: a second lane would not pay for itself
@@ -136,28 +136,29 @@ class InlineLink(SocketLink):
     # --- write ----------------------------------------------------------------------------------------------------------------
 
     def write(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
-              deadline: float) -> bytes:  # fmt: skip
+              deadline: float, hint: int = 0) -> bytes:  # fmt: skip
         self._check_use()
         if len(blocks) != len(batch):
             raise InvalidArgument(f"blocks: {len(blocks)} buffers for {len(batch)} keys")
         codes = b""
         for at in range(0, len(batch), MAX_BATCH_KEYS):
             part, data = batch.slice(at, at + MAX_BATCH_KEYS), blocks[at : at + MAX_BATCH_KEYS]
-            if BlockCode.FULL in codes:  # the rest would only evict the head of its own chain
-                return codes + bytes([BlockCode.FULL]) * (len(batch) - at)
-            codes += self._write_part(part, data, chunk_bytes=chunk_bytes, wait_listed=wait_listed, deadline=deadline)
+            if BlockCode.FULL in codes or BlockCode.FULL_QUOTA in codes:  # the rest would only evict the head of its own chain
+                return codes + codes[-1:] * (len(batch) - at)
+            codes += self._write_part(part, data, chunk_bytes=chunk_bytes, wait_listed=wait_listed, deadline=deadline, hint=hint)
         return codes
 
     def _write_part(self, batch: KeyBatch, blocks: Sequence[memoryview], *, chunk_bytes: int, wait_listed: bool,
-                    deadline: float) -> bytes:  # fmt: skip
+                    deadline: float, hint: int) -> bytes:  # fmt: skip
         sizes = [block.nbytes for block in blocks]
         n_sums = sum(-(-size // chunk_bytes) for size in sizes)
         if sum(sizes) > FRAME_BYTES_MAX or 8 * n_sums > FRAME_BYTES_MAX // 16:
-            return self._write_reserved(batch, blocks, sizes, wait_listed=wait_listed, deadline=deadline)
+            return self._write_reserved(batch, blocks, sizes, wait_listed=wait_listed, deadline=deadline, hint=hint)
         sums = np.concatenate([chunk_sums(block, chunk_bytes) for block in blocks])
-        meta = WriteRequest(batch, np.array(sizes, dtype=np.uint64), sums).encode()
         flags = Flag.WAIT_LISTED if wait_listed else Flag.NONE
         with self._call(deadline) as connection:
+            hints = hints_for(connection, [hint] * len(sizes) if hint else ())
+            meta = WriteRequest(batch, np.array(sizes, dtype=np.uint64), sums, hints=hints).encode()
             request = connection.send(Op.WRITE, meta, deadline=deadline, flags=flags, payload=blocks, payload_bytes=sum(sizes))
             answer = connection.receive(request, Op.WRITE, deadline=deadline)
             codes = decode_codes(connection, Op.WRITE, answer.meta, n=len(batch)).codes
@@ -165,9 +166,9 @@ class InlineLink(SocketLink):
         return codes
 
     def _write_reserved(self, batch: KeyBatch, blocks: Sequence[memoryview], sizes: Sequence[int], *, wait_listed: bool,
-                        deadline: float) -> bytes:  # fmt: skip
+                        deadline: float, hint: int) -> bytes:  # fmt: skip
         """A put of many frames: room for all of it first, then the bytes of what got room."""
-        held: Reservation = self.reserve(batch, sizes, deadline=deadline)
+        held: Reservation = self.reserve(batch, sizes, deadline=deadline, hints=[hint] * len(sizes))
         try:
             wanted = [Range(i, 0, blocks[i]) for i, code in enumerate(held.codes) if code == BlockCode.RESERVED]
             if not wanted and not wait_listed:

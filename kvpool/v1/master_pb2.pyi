@@ -31,6 +31,7 @@ class Namespace(google.protobuf.message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
     REMOVAL_SEQ_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
     uid: builtins.bytes
     """16 bytes"""
     name: builtins.str
@@ -53,6 +54,8 @@ class Namespace(google.protobuf.message.Message):
     """0: none"""
     removal_seq: builtins.int
     """removals so far"""
+    ttl_ms: builtins.int
+    """blocks expire so long after their last put, 0: never"""
     def __init__(
         self,
         *,
@@ -69,8 +72,9 @@ class Namespace(google.protobuf.message.Message):
         block_tokens: builtins.int = ...,
         quota_bytes: builtins.int = ...,
         removal_seq: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "chunk_bytes", b"chunk_bytes", "fingerprint", b"fingerprint", "hash", b"hash", "layout", b"layout", "name", b"name", "quota_bytes", b"quota_bytes", "removal_seq", b"removal_seq", "replicas", b"replicas", "salt", b"salt", "uid", b"uid", "variable", b"variable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "chunk_bytes", b"chunk_bytes", "fingerprint", b"fingerprint", "hash", b"hash", "layout", b"layout", "name", b"name", "quota_bytes", b"quota_bytes", "removal_seq", b"removal_seq", "replicas", b"replicas", "salt", b"salt", "ttl_ms", b"ttl_ms", "uid", b"uid", "variable", b"variable"]) -> None: ...
 
 global___Namespace = Namespace
 
@@ -438,6 +442,138 @@ class RemoveReply(google.protobuf.message.Message):
 global___RemoveReply = RemoveReply
 
 @typing.final
+class PinRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    keys: builtins.bytes
+    level: builtins.int
+    """1 soft 2 hard"""
+    ttl_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+        level: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "level", b"level", "namespace", b"namespace", "ttl_ms", b"ttl_ms"]) -> None: ...
+
+global___PinRequest = PinRequest
+
+@typing.final
+class UnpinRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    keys: builtins.bytes
+    all: builtins.bool
+    """every pin of the namespace; keys is empty"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+        all: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "keys", b"keys", "namespace", b"namespace"]) -> None: ...
+
+global___UnpinRequest = UnpinRequest
+
+@typing.final
+class PinReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    PENDING_WORKERS_FIELD_NUMBER: builtins.int
+    N_PINS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    outcomes: builtins.bytes
+    """u8 [n]: 0 absent 1 pinned 2 refused 3 unpinned 4 not pinned"""
+    n_pins: builtins.int
+    """of the namespace, afterwards"""
+    @property
+    def pending_workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that have not said that they applied it (yet)"""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        outcomes: builtins.bytes = ...,
+        pending_workers: collections.abc.Iterable[builtins.str] | None = ...,
+        n_pins: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "n_pins", b"n_pins", "outcomes", b"outcomes", "pending_workers", b"pending_workers"]) -> None: ...
+
+global___PinReply = PinReply
+
+@typing.final
+class ListPinsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    limit: builtins.int
+    after: builtins.bytes
+    """cursor of an earlier reply"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        limit: builtins.int = ...,
+        after: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "limit", b"limit", "namespace", b"namespace"]) -> None: ...
+
+global___ListPinsRequest = ListPinsRequest
+
+@typing.final
+class ListPinsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    LEVELS_FIELD_NUMBER: builtins.int
+    LEFT_MS_FIELD_NUMBER: builtins.int
+    THERE_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    keys: builtins.bytes
+    levels: builtins.bytes
+    """u8 [n]"""
+    left_ms: builtins.bytes
+    """u64 little-endian [n]"""
+    there: builtins.bytes
+    """u8 [n]: copies, 0: absent"""
+    cursor: builtins.bytes
+    """empty: that was all"""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        levels: builtins.bytes = ...,
+        left_ms: builtins.bytes = ...,
+        there: builtins.bytes = ...,
+        cursor: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "epoch", b"epoch", "keys", b"keys", "left_ms", b"left_ms", "levels", b"levels", "there", b"there"]) -> None: ...
+
+global___ListPinsReply = ListPinsReply
+
+@typing.final
 class ListBlocksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -468,6 +604,7 @@ class ListBlocksReply(google.protobuf.message.Message):
     TIERS_FIELD_NUMBER: builtins.int
     N_REPLICAS_FIELD_NUMBER: builtins.int
     CURSOR_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     keys: builtins.bytes
     tiers: builtins.bytes
@@ -476,6 +613,8 @@ class ListBlocksReply(google.protobuf.message.Message):
     """u8 [n]"""
     cursor: builtins.bytes
     """empty: that was all"""
+    pins: builtins.bytes
+    """u8 [n]: level of its pin, 0: none"""
     def __init__(
         self,
         *,
@@ -484,8 +623,9 @@ class ListBlocksReply(google.protobuf.message.Message):
         tiers: builtins.bytes = ...,
         n_replicas: builtins.bytes = ...,
         cursor: builtins.bytes = ...,
+        pins: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "epoch", b"epoch", "keys", b"keys", "n_replicas", b"n_replicas", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cursor", b"cursor", "epoch", b"epoch", "keys", b"keys", "n_replicas", b"n_replicas", "pins", b"pins", "tiers", b"tiers"]) -> None: ...
 
 global___ListBlocksReply = ListBlocksReply
 
@@ -698,8 +838,18 @@ class NamespaceStatus(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    PINS_SOFT_FIELD_NUMBER: builtins.int
+    PINS_HARD_FIELD_NUMBER: builtins.int
+    DRAM_BYTES_FIELD_NUMBER: builtins.int
+    SSD_BYTES_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     bytes: builtins.int
+    pins_soft: builtins.int
+    """keys, there or not"""
+    pins_hard: builtins.int
+    dram_bytes: builtins.int
+    """that all its copies take, of namespaces with a quota"""
+    ssd_bytes: builtins.int
     @property
     def namespace(self) -> global___Namespace: ...
     def __init__(
@@ -708,9 +858,13 @@ class NamespaceStatus(google.protobuf.message.Message):
         namespace: global___Namespace | None = ...,
         blocks: builtins.int = ...,
         bytes: builtins.int = ...,
+        pins_soft: builtins.int = ...,
+        pins_hard: builtins.int = ...,
+        dram_bytes: builtins.int = ...,
+        ssd_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["namespace", b"namespace"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "bytes", b"bytes", "dram_bytes", b"dram_bytes", "namespace", b"namespace", "pins_hard", b"pins_hard", "pins_soft", b"pins_soft", "ssd_bytes", b"ssd_bytes"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
 
@@ -1029,22 +1183,50 @@ class Heartbeat(google.protobuf.message.Message):
 
     TIERS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    USES_FIELD_NUMBER: builtins.int
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStatus]: ...
     @property
     def drain(self) -> global___DrainStatus:
         """set while it is draining"""
 
+    @property
+    def uses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceUse]:
+        """of namespaces with a quota"""
+
     def __init__(
         self,
         *,
         tiers: collections.abc.Iterable[global___TierStatus] | None = ...,
         drain: global___DrainStatus | None = ...,
+        uses: collections.abc.Iterable[global___NamespaceUse] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "tiers", b"tiers", "uses", b"uses"]) -> None: ...
 
 global___Heartbeat = Heartbeat
+
+@typing.final
+class NamespaceUse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    DRAM_BYTES_FIELD_NUMBER: builtins.int
+    SSD_BYTES_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    dram_bytes: builtins.int
+    """of slots"""
+    ssd_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        dram_bytes: builtins.int = ...,
+        ssd_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dram_bytes", b"dram_bytes", "namespace", b"namespace", "ssd_bytes", b"ssd_bytes"]) -> None: ...
+
+global___NamespaceUse = NamespaceUse
 
 @typing.final
 class TaskDone(google.protobuf.message.Message):
@@ -1056,7 +1238,7 @@ class TaskDone(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     task_id: builtins.int
     codes: builtins.bytes
-    """Remove: u8 [n], 1 had it"""
+    """Remove: u8 [n], 1 had it; Pin: u8 [n], 0 absent 1 pinned or unpinned 2 refused"""
     n_removed: builtins.int
     error: builtins.str
     def __init__(
@@ -1099,6 +1281,8 @@ class MasterMessage(google.protobuf.message.Message):
     HEARTBEAT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    PIN_FIELD_NUMBER: builtins.int
+    QUOTAS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     heartbeat: builtins.bool
     @property
@@ -1115,6 +1299,10 @@ class MasterMessage(google.protobuf.message.Message):
     def refused(self) -> global___Refused: ...
     @property
     def drain(self) -> global___DrainTask: ...
+    @property
+    def pin(self) -> global___PinTask: ...
+    @property
+    def quotas(self) -> global___QuotaUpdate: ...
     def __init__(
         self,
         *,
@@ -1127,12 +1315,82 @@ class MasterMessage(google.protobuf.message.Message):
         heartbeat: builtins.bool = ...,
         refused: global___Refused | None = ...,
         drain: global___DrainTask | None = ...,
+        pin: global___PinTask | None = ...,
+        quotas: global___QuotaUpdate | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "epoch", b"epoch", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "namespace", "remove", "inventory_wanted", "heartbeat", "refused", "drain"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "pin", b"pin", "quotas", b"quotas", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "drain", b"drain", "epoch", b"epoch", "heartbeat", b"heartbeat", "inventory_wanted", b"inventory_wanted", "message", b"message", "namespace", b"namespace", "pin", b"pin", "quotas", b"quotas", "refused", b"refused", "remove", b"remove", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "ack", "namespace", "remove", "inventory_wanted", "heartbeat", "refused", "drain", "pin", "quotas"] | None: ...
 
 global___MasterMessage = MasterMessage
+
+@typing.final
+class PinTask(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    task_id: builtins.int
+    """0: nobody waits for its end"""
+    last: builtins.bool
+    """of those after a Welcome: pins that none of them named are over"""
+    @property
+    def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PinBatch]: ...
+    def __init__(
+        self,
+        *,
+        task_id: builtins.int = ...,
+        batches: collections.abc.Iterable[global___PinBatch] | None = ...,
+        last: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches", b"batches", "last", b"last", "task_id", b"task_id"]) -> None: ...
+
+global___PinTask = PinTask
+
+@typing.final
+class PinBatch(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    LEVELS_FIELD_NUMBER: builtins.int
+    TTLS_MS_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    keys: builtins.bytes
+    levels: builtins.bytes
+    """u8 [n]: 0 ends the pin"""
+    ttls_ms: builtins.bytes
+    """u64 little-endian [n]: from now on"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+        levels: builtins.bytes = ...,
+        ttls_ms: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "levels", b"levels", "namespace", b"namespace", "ttls_ms", b"ttls_ms"]) -> None: ...
+
+global___PinBatch = PinBatch
+
+@typing.final
+class QuotaUpdate(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARES_FIELD_NUMBER: builtins.int
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceUse]:
+        """what each may take at this worker; namespaces that are not named are as before"""
+
+    def __init__(
+        self,
+        *,
+        shares: collections.abc.Iterable[global___NamespaceUse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shares", b"shares"]) -> None: ...
+
+global___QuotaUpdate = QuotaUpdate
 
 @typing.final
 class DrainTask(google.protobuf.message.Message):

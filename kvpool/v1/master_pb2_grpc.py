@@ -54,6 +54,21 @@ class MasterStub(object):
                 request_serializer=kvpool_dot_v1_dot_master__pb2.RemoveRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_master__pb2.RemoveReply.FromString,
                 )
+        self.Pin = channel.unary_unary(
+                '/kvpool.v1.Master/Pin',
+                request_serializer=kvpool_dot_v1_dot_master__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_master__pb2.PinReply.FromString,
+                )
+        self.Unpin = channel.unary_unary(
+                '/kvpool.v1.Master/Unpin',
+                request_serializer=kvpool_dot_v1_dot_master__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_master__pb2.PinReply.FromString,
+                )
+        self.ListPins = channel.unary_unary(
+                '/kvpool.v1.Master/ListPins',
+                request_serializer=kvpool_dot_v1_dot_master__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_master__pb2.ListPinsReply.FromString,
+                )
         self.ListBlocks = channel.unary_unary(
                 '/kvpool.v1.Master/ListBlocks',
                 request_serializer=kvpool_dot_v1_dot_master__pb2.ListBlocksRequest.SerializeToString,
@@ -135,6 +150,25 @@ class MasterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Remove(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """A wish that blocks stay, with an expiry; level 0 ends it. In the store when this answers, and at the workers that are connected.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,6 +256,21 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=kvpool_dot_v1_dot_master__pb2.RemoveRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_master__pb2.RemoveReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvpool_dot_v1_dot_master__pb2.PinRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_master__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvpool_dot_v1_dot_master__pb2.UnpinRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_master__pb2.PinReply.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=kvpool_dot_v1_dot_master__pb2.ListPinsRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_master__pb2.ListPinsReply.SerializeToString,
             ),
             'ListBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBlocks,
@@ -396,6 +445,57 @@ class Master(object):
         return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/Remove',
             kvpool_dot_v1_dot_master__pb2.RemoveRequest.SerializeToString,
             kvpool_dot_v1_dot_master__pb2.RemoveReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/Pin',
+            kvpool_dot_v1_dot_master__pb2.PinRequest.SerializeToString,
+            kvpool_dot_v1_dot_master__pb2.PinReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/Unpin',
+            kvpool_dot_v1_dot_master__pb2.UnpinRequest.SerializeToString,
+            kvpool_dot_v1_dot_master__pb2.PinReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvpool.v1.Master/ListPins',
+            kvpool_dot_v1_dot_master__pb2.ListPinsRequest.SerializeToString,
+            kvpool_dot_v1_dot_master__pb2.ListPinsReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -21,6 +21,7 @@ import contextlib
 import logging
 import os
 import random
+import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,7 +31,9 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 
 import kvpool
+from kvpool.core.keys import split_keys
 from kvpool.core.leaders import LeaderSearch
+from kvpool.core.quota import Share
 from kvpool.core.session import SESSION_PROTOCOL, Report
 from kvpool.core.types import KEY_BYTES, MAX_BATCH_KEYS, NamespaceUid
 from kvpool.errors import KVPoolError, MasterUnavailable
@@ -111,6 +114,7 @@ class Agent:
         self._leaving: str | None = None
         self._making_inventory = False
         self._tasks: asyncio.Queue[Callable[[], object]] = asyncio.Queue(TASKS_MAX)  # of the session
+        self._named_pins: dict[NamespaceUid, set[bytes]] | None = None  # since the welcome, until it is known that they are all
         self._unapplied: dict[bytes, pb.NamespaceUpdate] = {}  # by uid: could not be applied, and is tried again
         node.on_record(self.wake)
 
@@ -278,6 +282,10 @@ class Agent:
                 with self.node.lock:
                     self.node.reporter.reset()
                 await tasks.put(self._queue_inventory)
+            elif kind == "pin":
+                await tasks.put(lambda task=message.pin: self._pin(task))  # type: ignore[misc]
+            elif kind == "quotas":
+                await tasks.put(lambda update=message.quotas: self._set_shares(update))  # type: ignore[misc]
             elif kind == "drain":
                 self._drain(message.drain)
             elif kind == "refused":
@@ -350,7 +358,8 @@ class Agent:
         self._epoch = epoch
 
     def _heartbeat(self) -> pb.Heartbeat:
-        return pb.Heartbeat(tiers=self.node.tier_status(), drain=self.drain_status())
+        uses = [pb.NamespaceUse(namespace=uid, dram_bytes=d, ssd_bytes=s) for uid, d, s, _ in self.node.quota_uses()]
+        return pb.Heartbeat(tiers=self.node.tier_status(), drain=self.drain_status(), uses=uses)
 
     def _drain(self, task: pb.DrainTask) -> None:
         if self.on_drain is not None:
@@ -373,6 +382,7 @@ class Agent:
         self.wake()
 
     def _apply_welcome(self, welcome: pb.Welcome) -> None:
+        self._named_pins = {}
         named = {NamespaceUid(update.namespace.uid) for update in welcome.namespaces}
         for uid in self.node.known_namespaces() - named:
             self.node.delete_namespace(uid)  # deleted while we were away
@@ -422,6 +432,24 @@ class Agent:
             log.exception("event=removal_failed")
             done.error = str(error) or type(error).__name__
         self._say(pb.WorkerMessage(task_done=done))
+
+    def _pin(self, task: pb.PinTask) -> None:
+        done = pb.TaskDone(task_id=task.task_id)
+        codes = []
+        for batch in task.batches:
+            uid, keys = NamespaceUid(batch.namespace), split_keys(batch.keys)
+            codes.append(self.node.pin(uid, keys, batch.levels, struct.unpack(f"<{len(keys)}Q", batch.ttls_ms)))
+            if self._named_pins is not None:
+                self._named_pins.setdefault(uid, set()).update(keys)
+        if task.last and self._named_pins is not None:
+            self.node.keep_only_pins(self._named_pins)
+            self._named_pins = None
+        done.codes = b"".join(codes)
+        if task.task_id:
+            self._say(pb.WorkerMessage(task_done=done))
+
+    def _set_shares(self, update: pb.QuotaUpdate) -> None:
+        self.node.set_shares({NamespaceUid(s.namespace): Share(s.dram_bytes, s.ssd_bytes) for s in update.shares})
 
     def _queue_inventory(self) -> None:
         """Everything that this worker has, as parts; reports go on behind it."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from kvpool.config import check_disk
 from kvpool.core.blocks import BlockTable, Limits
+from kvpool.core.retention import Keep, unpack_hint
 from kvpool.core.session import Reporter
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES
-from kvpool.worker.mover import Mover
+from kvpool.worker.mover import Mover, wall_ms
 from kvpool.worker.node import Node, new_incarnation
 from kvpool.worker.scrub import Scrubber
 from kvpool.worker.state import WorkerState
@@ -100,6 +101,12 @@ def _open_known(node: Node, spec: NamespaceSpec) -> None:
         log.error("event=namespace_not_opened name=%r reason=%r", spec.name, error.reason)
 
 
+def _keep(kept: int, to_own_ms: int) -> Keep | None:
+    """What a record says of its block's time; a time that is over makes it expire at once."""
+    until_ms, priority = unpack_hint(kept)
+    return Keep(max(1, until_ms + to_own_ms) if until_ms else 0, priority) if kept else None
+
+
 def _adopt(node: Node, ssd: SsdTier) -> None:
     """Blocks of earlier processes, where their removals are known up to a number; all else on disk is dropped. Before any thread
     runs."""
@@ -117,10 +124,12 @@ def _adopt(node: Node, ssd: SsdTier) -> None:
             continue
         blocks += extent.blocks
     blocks.sort(key=lambda found: found.seq)
+    to_own_ms = node.now_ms() - wall_ms()
     for found in blocks:
         meta = found.meta
         if not table.adopt(
-            meta.namespace, meta.key, meta.size, meta.block_sum, meta.depth, meta.parent, found.slot, found.seq  # type: ignore[arg-type]
+            meta.namespace, meta.key, meta.size, meta.block_sum, meta.depth, meta.parent, found.slot, found.seq,  # type: ignore[arg-type]
+            keep=_keep(meta.kept, to_own_ms),
         ):
             refused.append(found.slot)
     table.adopted()

@@ -74,6 +74,15 @@ def _blocks(node: Node) -> Iterator[Metric]:
     }
     text = "blocks that were here and could not be served"
     yield Metric("kvpool_read_troubles", Kind.COUNTER, text, ("namespace", "tier", "trouble"), by_trouble)
+    used: dict[tuple[str, ...], float] = {}
+    quota: dict[tuple[str, ...], float] = {}
+    for uid, dram, ssd, share in node.quota_uses():
+        name = names.get(uid, "?")
+        used |= {(name, "dram"): float(dram), (name, "ssd"): float(ssd)}
+        quota |= {(name, "dram"): float(share.dram), (name, "ssd"): float(share.ssd)}
+    labels = ("namespace", "tier")
+    yield Metric("kvpool_namespace_used_bytes", Kind.GAUGE, "bytes that a namespace with a quota takes", labels, used)
+    yield Metric("kvpool_namespace_quota_bytes", Kind.GAUGE, "this worker's part of its quota", labels, quota)
     yield gauge("kvpool_reports_pending", "changed blocks that the master has not been told of", pending)
 
 

@@ -21,6 +21,7 @@ from typing import Final
 
 from kvpool.core.block import Action, Block, SsdErase, SsdExtentCreated, SsdExtentDropped
 from kvpool.core.blocks import BlockTable
+from kvpool.core.retention import pack_hint
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, Slot
 from kvpool.worker.tiers.base import BlockMeta, TierError, Trouble
 from kvpool.worker.tiers.dram import DramTier
@@ -228,7 +229,7 @@ class Mover:
                     self._table.ssd_done(block, None, ok=False)
                     continue
                 reserved.append((block, slot))
-                writes.append(SsdWrite(slot, _meta(block), self._bytes_of(block)))
+                writes.append(SsdWrite(slot, _meta(block, now_ms=self._now_ms()), self._bytes_of(block)))
         if not reserved:
             return
         written: set[Slot] = set()
@@ -333,5 +334,13 @@ class Mover:
             self._table.ssd_writable = writable
 
 
-def _meta(block: Block) -> BlockMeta:
-    return BlockMeta(block.ns, block.key, block.size, block.sum, block.depth, block.parent)
+def _meta(block: Block, *, now_ms: int) -> BlockMeta:
+    keep, kept = block.keep, 0
+    if keep is not None:
+        kept = pack_hint(keep.expires_ms - now_ms + wall_ms() if keep.expires_ms else 0, keep.priority)
+    return BlockMeta(block.ns, block.key, block.size, block.sum, block.depth, block.parent, kept)
+
+
+def wall_ms() -> int:
+    """Time that outlives this process."""
+    return time.time_ns() // 1_000_000

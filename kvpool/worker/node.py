@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +32,7 @@ from kvpool.worker.tiers.base import TierError, Trouble
 if TYPE_CHECKING:
     from kvpool.core.blocks import Block, BlockTable
     from kvpool.core.namespaces import NamespaceSpec
+    from kvpool.core.quota import Share
     from kvpool.core.spread import LinkLoad
     from kvpool.worker.mover import Mover
     from kvpool.worker.scrub import Scrubber
@@ -319,6 +320,39 @@ class Node:
                     self.after_decision()
         return codes, n_removed
 
+    # --- pins and quotas; from the master ---------------------------------------------------------------------------------
+
+    def pin(self, uid: NamespaceUid, keys: Sequence[bytes], levels: Sequence[int], ttls_ms: Sequence[int]) -> bytes:
+        """See `Keeping.pin_keys`; times are from now on."""
+        now_ms = self.now_ms()
+        with self.lock:
+            codes = self.table.pin_keys(uid, keys, levels, [now_ms + ttl for ttl in ttls_ms])
+            self._room_freed()
+            self.after_decision()
+        return codes
+
+    def keep_only_pins(self, named: Mapping[NamespaceUid, set[bytes]]) -> None:
+        """All pins but these are over: they were ended while we were away."""
+        for uid in list(self._specs):
+            with self.lock:
+                space = self.table.spaces.get(uid)
+                kept = named.get(uid, set())
+                over = [key for key, _, _ in space.pins.items() if key not in kept] if space is not None else []
+                self.table.pin_keys(uid, over, bytes(len(over)), [0] * len(over))
+
+    def set_shares(self, shares: Mapping[NamespaceUid, Share]) -> None:
+        """What namespaces with a quota may take here."""
+        with self.lock:
+            for uid, share in shares.items():
+                self.table.set_share(uid, share)
+            self._room_freed()
+
+    def quota_uses(self) -> list[tuple[NamespaceUid, int, int, Share]]:
+        """Of each namespace with a quota: bytes in DRAM, on SSD, and what it may have."""
+        with self.lock:
+            spaces = [space for space in self.table.spaces.values() if space.share is not None]
+            return [(s.uid, *self.table.used_bytes_of(s.uid), s.share) for s in spaces if s.share is not None]
+
     # --- what it tells ----------------------------------------------------------------------------------------------------
 
     def tier_status(self) -> list[pb.TierStatus]:
@@ -389,6 +423,7 @@ class Node:
             try:
                 with self.lock:
                     owners = list(self.table.expire(self.now_ms()))
+                    self._room_freed()
                     self.after_decision()
                 for call in self._drop_calls if owners else ():
                     call(owners)

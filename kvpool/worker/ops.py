@@ -124,7 +124,7 @@ def _hello(plane: DataPlane, connection: Connection, request: Request) -> None:
             "release": kvpool.__version__,
             "unix": plane.unix_name,
             "transports": ["tcp", "shm"],
-            "features": ["copy", "prefetch"],
+            "features": ["copy", "prefetch", "hints"],
             "limits": {
                 "keys": MAX_BATCH_KEYS,
                 "meta_bytes": MAX_META_BYTES,
@@ -192,14 +192,14 @@ def _release(plane: DataPlane, connection: Connection, request: Request) -> None
 
 
 def _touch(plane: DataPlane, connection: Connection, request: Request) -> None:
-    batch = KeysRequest.decode(request.meta).batch
-    node = plane.node
+    message = KeysRequest.decode(request.meta)
+    batch, node = message.batch, plane.node
     spec = node.served(batch.namespace)
     if isinstance(spec, tuple):
         connection.refuse(request, *spec)
         return
     with node.lock:
-        tiers = node.table.tiers_of(batch, now_ms=node.now_ms(), touch=True)
+        tiers = node.table.tiers_of(batch, now_ms=node.now_ms(), touch=True, hints=message.hints.tolist())
         mark = node.reporter.mark()
 
     def answer(listed: bool) -> None:

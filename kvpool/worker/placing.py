@@ -42,7 +42,7 @@ class Slots:
 
     Made under the lock. The places stay ours until `commit` or `give_back`, even when a block is removed meanwhile."""
 
-    __slots__ = ("blocks", "codes", "offsets", "sizes", "spec", "sums")
+    __slots__ = ("blocks", "codes", "offsets", "over_quota", "sizes", "spec", "sums")
 
     def __init__(self, node: Node, spec: NamespaceSpec, sizes: list[int], codes: bytearray, blocks: list[Block | None]) -> None:
         self.spec = spec
@@ -51,6 +51,7 @@ class Slots:
         self.blocks = blocks
         self.offsets = [-1 if block is None else node.offset(block) for block in blocks]
         self.sums: list[bytes | None] = [None] * len(blocks)
+        self.over_quota = False
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, int, int]]:
         """Blocks first..last-1 as runs of adjacent memory: (first block, last block + 1, offset in the arena or -1, bytes)."""
@@ -166,6 +167,7 @@ class Reserving:
         self.batch: KeyBatch = message.batch
         self.spec = spec
         self.sizes: list[int] = message.sizes.tolist()
+        self._hints: list[int] = message.hints.tolist()
         self.then: Callable[[Slots], None] | None = then
         self._fence = int(message.sums[0]) if request.header.flags & Flag.FENCED else None
         now = connection.loop.now()
@@ -190,7 +192,7 @@ class Reserving:
         with node.lock:
             if self._fence is not None and node.removals_begun(self.spec.uid) > self._fence:
                 raise StaleMove("removals have been applied here that the sender of these blocks had not")
-            reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms())
+            reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms(), hints=self._hints)
             slots: Slots | None
             if reserved.must_wait and not last:
                 node.table.abort([block for block in reserved.blocks if block is not None])
@@ -199,6 +201,7 @@ class Reserving:
                 slots = None
             else:
                 slots = Slots(node, self.spec, self.sizes, reserved.codes, reserved.blocks)
+                slots.over_quota = reserved.over_quota
             node.after_decision()
         if slots is None:
             if self._timer is None:
@@ -234,7 +237,7 @@ def answer_codes(plane: DataPlane, connection: Connection, request: Request, slo
     def answer(listed: bool) -> None:
         final = codes if listed else codes.replace(bytes([_STORED]), bytes([_UNLISTED]))
         connection.loop.count("blocks_stored", codes.count(_STORED))
-        connection.answer(request, CodesAnswer(final).encode())
+        connection.answer(request, CodesAnswer(final, count=int(slots.over_quota)).encode())
 
     answer_listed(plane, connection, request, mark, answer, needed=needed)
 

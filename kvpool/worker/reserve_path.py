@@ -67,7 +67,7 @@ def reserve(plane: DataPlane, connection: Connection, request: Request, spec: Na
         number = connection.next_reservation
         connection.next_reservation += 1
         connection.reservations[number] = Reservation(slots)
-        connection.answer(request, CodesAnswer(bytes(slots.codes), number=number).encode())
+        connection.answer(request, CodesAnswer(bytes(slots.codes), number, int(slots.over_quota)).encode())
 
     work = Reserving(plane, connection, request, spec, message, reserved)
     connection.work = work

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpool.core.drain import batch_of
 from kvpool.core.hashing import chunk_sums
+from kvpool.core.retention import hint_of
 from kvpool.core.types import BlockCode, Tiers
 from kvpool.errors import KVPoolError
 from kvpool.transport.base import LinkCause, LinkError, LinkOptions, Range, WorkerLink
@@ -101,7 +102,10 @@ class Sender:
         self, target: pb.HolderInfo, blocks: Sequence[Block], views: Sequence[memoryview], fence: int, deadline: float
     ) -> bytes:
         link = self._link(target, deadline)
-        held = link.reserve(batch_of(blocks), [view.nbytes for view in views], deadline=deadline, fence=fence)
+        now_ms = self._node.now_ms()
+        hints = [hint_of(block.keep, now_ms) for block in blocks]
+        sizes = [view.nbytes for view in views]
+        held = link.reserve(batch_of(blocks), sizes, deadline=deadline, fence=fence, hints=hints)
         try:
             ranges = [Range(i, 0, views[i]) for i, code in enumerate(held.codes) if code == BlockCode.RESERVED]
             if ranges:

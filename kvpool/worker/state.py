@@ -322,6 +322,8 @@ def _seq_from(uid: bytes, raw: bytes) -> int:
 def _spec_bytes(spec: NamespaceSpec) -> bytes:
     fields = dataclasses.asdict(spec)
     fields["hash"] = spec.hash.value
+    if not spec.ttl_ms:
+        del fields["ttl_ms"]  # an earlier release takes a field that it does not know for damage
     for name in ("uid", "fingerprint", "salt"):
         fields[name] = fields[name].hex()
     return _signed(spec.uid, json.dumps(fields, sort_keys=True).encode())
@@ -334,7 +336,8 @@ def _spec_from(uid: bytes, raw: bytes) -> NamespaceSpec:
         for name in ("uid", "fingerprint", "salt"):
             fields[name] = bytes.fromhex(fields[name])
         fields["hash"] = HashKind(fields["hash"])
-        spec = NamespaceSpec(**fields).check()
+        known = {field.name for field in dataclasses.fields(NamespaceSpec)}
+        spec = NamespaceSpec(**{name: value for name, value in fields.items() if name in known}).check()
     except (ValueError, TypeError, KeyError, KVPoolError) as error:
         raise _BadEntry(str(error)) from error
     if spec.uid != uid:

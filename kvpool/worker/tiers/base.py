@@ -59,7 +59,8 @@ def tier_error(error: OSError, doing: str) -> TierError:
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What a tier that outlives the process keeps beside a block's bytes. `block_sum` is the u64 made of its chunk sums."""
+    """What a tier that outlives the process keeps beside a block's bytes. `block_sum` is the u64 made of its chunk sums. `kept`:
+    `retention.pack_hint` with the end of its time (ms of the wall clock, 0: none)."""
 
     namespace: NamespaceUid
     key: Key
@@ -67,6 +68,7 @@ class BlockMeta:
     block_sum: int
     depth: int = 0
     parent: bytes = NO_PARENT
+    kept: int = 0
 
 
 class TierShell(Protocol):

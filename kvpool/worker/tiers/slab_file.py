@@ -5,7 +5,9 @@
                128 bytes a slot
 
 A record says whose block lies in its slot. Its checksum is seeded with file number and slot index, so that a record is valid only
-where it was written. All zeros: the slot is free. The payload's own checksum (the block sum) is checked by whoever reads it.
+where it was written. All zeros: the slot is free. Its last number (`kept`: expiry and priority) was always 0 in files of releases
+that had neither; they read records of this one, and do not expire them. The payload's own checksum (the block sum) is checked by
+whoever reads it.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ NO_RECORD: Final = bytes(RECORD_BYTES)
 MAX_SLOTS: Final = 1 << 20  # of one file: bounds what a scan reads because a header says so
 _HEADER: Final = struct.Struct(f"<8sI4x{UID_BYTES}sQQQ")
 _CHECK: Final = struct.Struct("<Q")
-_RECORD: Final = struct.Struct(f"<{UID_BYTES}s{KEY_BYTES}s2xI{HASH_BYTES}sQQQ8x")
+_RECORD: Final = struct.Struct(f"<{UID_BYTES}s{KEY_BYTES}s2xI{HASH_BYTES}sQQQQ")
 _CHECKED_BYTES: Final = RECORD_BYTES - _CHECK.size
 _DTYPE: Final = np.dtype(
     [("uid", f"V{UID_BYTES}"), ("key", f"V{KEY_BYTES}"), ("pad", "V2"), ("depth", "<u4"), ("parent", f"V{HASH_BYTES}"),
-     ("size", "<u8"), ("sum", "<u8"), ("seq", "<u8"), ("reserved", "<u8"), ("check", "<u8")]
+     ("size", "<u8"), ("sum", "<u8"), ("seq", "<u8"), ("kept", "<u8"), ("check", "<u8")]
 )  # fmt: skip
 assert _RECORD.size == _CHECKED_BYTES and _DTYPE.itemsize == RECORD_BYTES
 
@@ -118,7 +120,7 @@ def decode_header(raw: bytes, *, number: int) -> Header:
 
 def encode_record(meta: BlockMeta, *, number: int, index: int, seq: int) -> bytes:
     """128 bytes, valid only as record `index` of file `number`."""
-    body = _RECORD.pack(meta.namespace, meta.key, meta.depth, meta.parent, meta.size, meta.block_sum, seq)
+    body = _RECORD.pack(meta.namespace, meta.key, meta.depth, meta.parent, meta.size, meta.block_sum, seq, meta.kept)
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body, seed=_seed(number, index)))
 
 
@@ -131,6 +133,7 @@ class Record:
     block_sum: int
     depth: int
     parent: bytes
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +168,9 @@ def decode_table(raw: bytes, *, header: Header, file_bytes: int) -> Table:
 
 def _records(table: npt.NDArray[np.void], good: npt.NDArray[np.bool_]) -> Iterator[Record]:
     chosen = table[good]
-    columns = (chosen[name].tolist() for name in ("seq", "key", "size", "sum", "depth", "parent"))
-    for index, seq, key, size, block_sum, depth, parent in zip(np.flatnonzero(good).tolist(), *columns, strict=True):
-        yield Record(index, seq, key, size, block_sum, depth, parent)
+    columns = (chosen[name].tolist() for name in ("seq", "key", "size", "sum", "depth", "parent", "kept"))
+    for index, seq, key, size, block_sum, depth, parent, kept in zip(np.flatnonzero(good).tolist(), *columns, strict=True):
+        yield Record(index, seq, key, size, block_sum, depth, parent, kept)
 
 
 def _seed(number: int, index: int) -> int:

@@ -191,7 +191,7 @@ class SsdTier:
                 superseded.append(slot)
                 continue
             newest[uid + record.key] = -1
-            meta = BlockMeta(uid, record.key, record.size, record.block_sum, record.depth, record.parent)
+            meta = BlockMeta(uid, record.key, record.size, record.block_sum, record.depth, record.parent, record.kept)
             blocks.append(Adopted(slot, meta, record.seq))
         self._counters["scan_adopted_blocks"] += len(blocks)
         self._counters["scan_superseded_records"] += len(superseded)
