@@ -219,8 +219,8 @@ def test_create_opens_what_is_the_same_and_refuses_what_differs_naming_it(client
         client.call("OpenNamespace", pb.OpenNamespaceRequest(name="nope"))
 
 
-def test_quota_is_refused(client: Client) -> None:
-    with pytest.raises(InvalidArgument, match="quota_bytes: not supported by this version"):
+def test_a_quota_under_one_block_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidArgument, match=r"^quota_bytes: 1 is less"):
         client.create(quota_bytes=1)
 
 

@@ -13,12 +13,13 @@ import pytest
 
 from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.pins import PinLevel
 from kvpool.core.removals import Removal
 from kvpool.core.types import NamespaceUid, WorkerId
 from kvpool.errors import ConfigError
 from kvpool.master.lmdb_store import LmdbStore
 from kvpool.master.redis_store import RedisStore
-from kvpool.master.store import NamespaceRecord, Store, WorkerRecord
+from kvpool.master.store import NamespaceRecord, PinRecord, Store, WorkerRecord
 from tests.support.redis import RedisServer
 
 T = TypeVar("T")
@@ -121,6 +122,34 @@ def test_removals_come_back_in_order_and_trimmed(make: Callable[[], Store]) -> N
 
     run(make(), delete)
     assert run(make(), read) == ([], [Removal(1, b"n" * 34)], {"other": 1})
+
+
+def test_pins_come_back_replaced_and_ended_as_they_were_written(make: Callable[[], Store]) -> None:
+    neighbour = NamespaceRecord(replace(RECORD.spec, uid=NEXT, name="other"), 4)
+    keys = [i.to_bytes(34, "big") for i in range(5_000)]
+    pins = [PinRecord(key, PinLevel.SOFT, 1_000 + i) for i, key in enumerate(keys)]
+    theirs = PinRecord(keys[7], PinLevel.HARD, 2**62)
+
+    async def write(store: Store) -> None:
+        await store.put_namespace(RECORD)
+        await store.put_namespace(neighbour)
+        await store.put_pins(UID, pins)
+        await store.put_pins(UID, [replace(pins[3], level=PinLevel.HARD)])
+        await store.put_pins(NEXT, [theirs])
+        await store.delete_pins(UID, [keys[4], b"x" * 34])
+        await store.put_pins(NamespaceUid(b"?" * 16), pins[:1])  # of a namespace that is not there: nothing stays
+
+    async def read(store: Store) -> set[tuple[NamespaceUid, PinRecord]]:
+        return set(await store.pins())
+
+    async def delete(store: Store) -> None:
+        await store.delete_namespace(UID)
+
+    run(make(), write)
+    expected = [replace(pins[3], level=PinLevel.HARD), *(pin for i, pin in enumerate(pins) if i not in (3, 4))]
+    assert run(make(), read) == {*((UID, pin) for pin in expected), (NEXT, theirs)}
+    run(make(), delete)
+    assert run(make(), read) == {(NEXT, theirs)}
 
 
 def test_a_full_sized_removal_is_kept(make: Callable[[], Store]) -> None:

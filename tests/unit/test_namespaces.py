@@ -22,7 +22,7 @@ UID = NamespaceUid(bytes(range(16)))
 
 
 def spec(**changes: Any) -> NamespaceSpec:
-    made = NamespaceSpec.of("chat", LAYOUT, uid=UID, hash="xxh3_128", salt=b"s", replicas=2, quota_bytes=1 << 40)
+    made = NamespaceSpec.of("chat", LAYOUT, uid=UID, hash="xxh3_128", salt=b"s", replicas=2, quota_bytes=1 << 40, ttl_s=60)
     return dataclasses.replace(made, removal_seq=7, **changes)
 
 
@@ -80,7 +80,9 @@ def test_every_field_survives_the_wire() -> None:
         ("replicas", MAX_REPLICAS + 1, "replicas"),
         ("block_tokens", 31, "block_tokens"),
         ("quota_bytes", 2**64 - 1, "quota_bytes"),
+        ("quota_bytes", 1, "quota_bytes: 1 is less than one block"),
         ("removal_seq", 2**64 - 1, "removal_seq"),
+        ("ttl_ms", 2**64 - 1, "ttl_ms"),
     ],
 )
 def test_what_does_not_fit_is_refused(field: str, value: Any, words: str) -> None:
@@ -110,6 +112,8 @@ def test_another_fingerprint_is_a_layout_mismatch() -> None:
         ({"replicas": True}, "replicas"),
         ({"quota_bytes": -1}, "quota_bytes"),
         ({"quota_bytes": "1GiB"}, "quota_bytes"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"ttl_s": "1h"}, "ttl_s"),
         ({"uid": b"x"}, "uid"),
     ],
 )
