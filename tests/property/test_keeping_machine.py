@@ -21,11 +21,14 @@ shares = st.none() | st.builds(lambda a, b: Share(a * BLOCK, b * BLOCK), st.inte
 
 
 class KeepingMachine(BlocksMachine):
+    policy = "lru"
+
     @initialize(n_dram=st.integers(2, 20), n_ssd=st.none() | st.integers(2, 20), pinned=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
     def start(self, n_dram: int, n_ssd: int | None, pinned: float) -> None:  # type: ignore[override]
         super().start(n_dram, n_ssd, 10, 0.5)
         limits = Limits(gone_keys_max=10, quarantine_fraction=0.1, hold_ttl_ms_max=500, holds_max=12, pinned_fraction=pinned)
-        self.rig = Rig(n_dram, n_ssd, limits=limits, specs=[spec_of(i, size) for i, size in SIZES.items()])
+        specs = [spec_of(i, size) for i, size in SIZES.items()]
+        self.rig = Rig(n_dram, n_ssd, limits=limits, specs=specs, policy=self.policy)
         self.table = self.rig.table
         self.hard: list[tuple[Block, int]] = []
         self.used: dict[tuple[NamespaceUid, int], int] = {}
@@ -102,7 +105,12 @@ class KeepingMachine(BlocksMachine):
                 self.used[uid, tier] = n_bytes
 
 
-TestKeeping = KeepingMachine.TestCase
-TestKeeping.settings = settings(
-    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+class LearnedMachine(KeepingMachine):
+    policy = "hazard"
+
+
+TestKeeping, TestKeepingLearned = KeepingMachine.TestCase, LearnedMachine.TestCase
+for case in (TestKeeping, TestKeepingLearned):
+    case.settings = settings(
+        max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
