@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tests.support.waiting import wait_until
 
 BLOCK = 64 << 10
 LAYOUT = kvpool.KVLayout.opaque(block_bytes=BLOCK, block_tokens=1)
+RETAIN_S = 25  # long enough for blocks to get to SSD on a busy machine
 N = 32  # blocks that the DRAM of a worker here holds
 
 
@@ -204,19 +207,36 @@ def test_a_hint_is_shorter_than_the_namespace_and_a_later_put_makes_it_live_on(c
     assert get(ns, longer).n_blocks == 1
 
 
-def test_a_block_expires_on_ssd_and_after_a_restart(two_tiers: Cluster) -> None:
+def on_ssd(cluster: Cluster, name: str, hashes: Any) -> bool:
+    listed = json.loads(run_cli("ls", name, "--master", cluster.master_address, "--json").stdout)["blocks"]
+    tiers = {block["hash"]: block["tiers"] for block in listed}
+    return all("ssd" in tiers.get(hashes.hashes[at : at + 32].hex(), ()) for at in range(0, len(hashes.hashes), 32))
+
+
+def test_a_block_that_expired_on_ssd_while_the_worker_was_away_is_not_served_afterwards(two_tiers: Cluster) -> None:
     cluster = two_tiers
-    client = cluster.connect()
-    ns = client.namespace("short", LAYOUT, create=True)
+    ns = cluster.connect().namespace("short", LAYOUT, create=True)
     kept, _ = put(ns, 1, 4, retain_s=600)
-    short, _ = put(ns, 2, 4, retain_s=6)
-    flood(ns, 100, 12)  # both go to SSD
-    wait_until(lambda: {s.tier.value for s in get(ns, short).sources} == {"ssd"} or put(ns, 99, 8), what="they are on SSD")
-    cluster.worker(0).stop()
+    short, _ = put(ns, 2, 4, retain_s=RETAIN_S)
+    until = time.monotonic() + RETAIN_S
+    chains = itertools.count(100, 4)
+    wait_until(lambda: (on_ssd(cluster, "short", kept) and on_ssd(cluster, "short", short)) or flood(ns, next(chains), 4),
+               timeout_s=20, what="both are on SSD")  # fmt: skip
+    cluster.worker(0).kill()
+    assert time.monotonic() < until, "a machine too busy for this test"
+    wait_until(lambda: time.monotonic() >= until, timeout_s=RETAIN_S + 1, what="the time passes")
     cluster.start_worker(0)
     ns = cluster.connect().namespace("short", LAYOUT)
-    wait_until(lambda: get(ns, short).miss is MissCause.EXPIRED, timeout_s=15, what="the record has its end")
+    assert get(ns, short).miss is MissCause.EXPIRED
     assert get(ns, kept).n_blocks == 4
+
+
+def test_a_block_expires_on_ssd(two_tiers: Cluster) -> None:
+    ns = two_tiers.connect().namespace("short", LAYOUT, create=True)
+    short, _ = put(ns, 2, 4, retain_s=RETAIN_S)
+    chains = itertools.count(100, 4)
+    wait_until(lambda: on_ssd(two_tiers, "short", short) or flood(ns, next(chains), 4), timeout_s=20, what="it is on SSD")
+    wait_until(lambda: get(ns, short).miss is MissCause.EXPIRED, timeout_s=RETAIN_S + 5, what="it expires")
 
 
 def test_low_priorities_go_first_and_high_ones_last(cluster: Cluster) -> None:
