@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvpool.core.pins import PINS_MAX, PinLevel
 from kvpool.core.retention import NEVER_MS, PRIORITY_DEFAULT, Expiries, Keep, Shelves, life_ms, unpack_hint
-from kvpool.core.room import NO_LIMIT, Leave
+from kvpool.core.room import Leave
 from kvpool.core.types import Key, MissCause, NamespaceUid, Tiers
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ TRIM_BLOCKS_MAX: Final = 128  # of one namespace over its quota, in one look
 RETRY_PINS_MAX: Final = 512  # hard pins beyond the share that are tried again in one look
 YIELD_MAX: Final = 64  # kept blocks of other classes offered to the policy at once
 
+NO_LIMIT: Final = -float(1 << 100)  # hotter than every order of a policy
 ABSENT, PINNED, REFUSED = 0, 1, 2  # codes of `pin_keys`
 DRAM: Final = Tiers.DRAM
 SSD: Final = Tiers.SSD
