@@ -46,16 +46,16 @@ class Child:
         sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], logprobs=1, ignore_eos=True, extra_args=extra)
         results: list[dict[str, Any]] = []
         for group in [prompts] if command["together"] else [[prompt] for prompt in prompts]:
-            before, began = self.external(), time.monotonic()
+            before, began, cpu_began = self.external(), time.monotonic(), time.process_time()
             outputs = self.llm.generate(group, sampling, use_tqdm=False)
-            seconds = time.monotonic() - began
+            seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
             for output in outputs:
                 one = output.outputs[0]
                 logprobs = [found[token].logprob for token, found in zip(one.token_ids, one.logprobs, strict=True)]
                 results.append({
                     "tokens": list(one.token_ids), "logprobs": logprobs, "cached": output.num_cached_tokens,
                     "reason": one.finish_reason, "params": output.kv_transfer_params,
-                    "external": self.external() - before, "seconds": seconds,
+                    "external": self.external() - before, "seconds": seconds, "cpu_seconds": cpu_seconds,
                 })  # fmt: skip
         reply(results=results)
 

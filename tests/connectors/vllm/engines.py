@@ -40,7 +40,8 @@ def make_model(directory: Path, **shape: int) -> Path:
 
 @dataclass(frozen=True)
 class Result:
-    """One request. `cached`: prompt tokens that were not computed; `external`: tokens of the engine's hits on the connector."""
+    """One request. `cached`: prompt tokens that were not computed; `external`: tokens of the engine's hits on the connector.
+    `cpu_seconds`: of the engine's process, all threads."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -49,6 +50,7 @@ class Result:
     params: dict[str, Any] | None
     external: int
     seconds: float
+    cpu_seconds: float
 
 
 def transfer_to(pool: str, *, role: str = "kv_both", policy: str = "fail", **extra: Any) -> dict[str, Any]:
