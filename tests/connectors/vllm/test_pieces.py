@@ -12,12 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.connectors.vllm.facts import EngineFacts
-from kvpool.connectors.vllm.identity import FIELDS, Identity
-from kvpool.connectors.vllm.link import PoolLink
-from kvpool.connectors.vllm.plan import SaveJob, StepReport
-from kvpool.connectors.vllm.scheduler import SchedulerHalf
-from kvpool.connectors.vllm.settings import ConnectorSettings
 from tests.support.cluster import Cluster
 
 N_TOKENS, BLOCK, SIZE = 20_000, 16, 64
@@ -59,8 +53,16 @@ def pool(tmp_path: Path) -> Iterator[Cluster]:
     cluster.stop()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # of what vLLM imports
 @pytest.mark.parametrize("step", [2048, 1000, 7])
 def test_B74_a_prompt_in_pieces_is_saved_whole_and_lookups_change_nothing(pool: Cluster, step: int) -> None:
+    from kvpool.connectors.vllm.facts import EngineFacts
+    from kvpool.connectors.vllm.identity import FIELDS, Identity
+    from kvpool.connectors.vllm.link import PoolLink
+    from kvpool.connectors.vllm.plan import SaveJob, StepReport
+    from kvpool.connectors.vllm.scheduler import SchedulerHalf, _Tracked
+    from kvpool.connectors.vllm.settings import ConnectorSettings
+
     identity = Identity.of({**dict.fromkeys(FIELDS, "x"), "model": f"m{step}"}, block_bytes=SIZE, block_tokens=BLOCK)
     facts = EngineFacts(identity, BLOCK, 1, 1, 1, 1)
     settings = ConnectorSettings(master=pool.master_address, deadline_ms=10_000)
@@ -100,7 +102,7 @@ def test_B74_a_prompt_in_pieces_is_saved_whole_and_lookups_change_nothing(pool: 
         assert [half.matched_tokens(head, 0) for _ in range(5)] == [0] * 5
         run(head, start=0, end=512)
         half.finished(head, [[]])
-        assert namespace.wait(half._chain(_tracked(head)), deadline_ms=10_000) == 512 // BLOCK
+        assert namespace.wait(half._chain(_Tracked(head)), deadline_ms=10_000) == 512 // BLOCK
 
         whole = Request("whole", hashes)
         half.arrived(whole)
@@ -109,16 +111,10 @@ def test_B74_a_prompt_in_pieces_is_saved_whole_and_lookups_change_nothing(pool: 
         half.reported(StepReport(loaded={"whole": 1}))
         run(whole, start=512, end=N_TOKENS)
         half.finished(whole, [list(range(1, N_BLOCKS + 1))])
-        chain = half._chain(_tracked(whole))
+        chain = half._chain(_Tracked(whole))
         assert len(chain) == N_BLOCKS == namespace.wait(chain, deadline_ms=20_000)
         assert engine_blocks.references == 0, "blocks are still kept for saves that are done"
         again = Request("again", hashes)
         assert half.matched_tokens(again, 0) == (N_TOKENS - 1) // BLOCK * BLOCK
     finally:
         link.close()
-
-
-def _tracked(request: Request) -> Any:
-    from kvpool.connectors.vllm.scheduler import _Tracked
-
-    return _Tracked(request)
