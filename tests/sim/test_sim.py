@@ -16,7 +16,7 @@ from kvpool.core.types import BlockCode, Tiers
 from kvpool.sim import node as sim_node
 from kvpool.sim import run as sim_run
 from kvpool.sim.cluster import Cluster
-from kvpool.sim.disk import SimSsd, sleep
+from kvpool.sim.disk import SimSsd
 from kvpool.sim.faults import FAULTS
 from kvpool.sim.link import SimLink
 from kvpool.sim.memory import SimDram
@@ -314,12 +314,13 @@ def test_a_replica_that_lost_a_chain_costs_one_more_round() -> None:
 def test_a_put_into_a_namespace_that_was_deleted_ends_in_time() -> None:
     """It asked the master about the namespace for a second, whatever its deadline was."""
     cluster = Cluster(1, rough(1, n_masters=1, n_workers=1, n_names=1, replicas=1))
-    loop, took = cluster.loop, []
+    loop, took, made = cluster.loop, [], []
+
+    async def make() -> None:
+        made.append(await cluster.clients["c0"].client.create(cluster.wanted("name0"), until=loop.time() + 1.0))
 
     async def play() -> None:
-        client = cluster.clients["c0"].client
-        spec = await client.create(cluster.wanted("name0"), until=loop.time() + 1.0)
-        await sleep(loop, 0.5)
+        client, spec = cluster.clients["c0"].client, made[0]
         node, master = cluster.workers["w0"].node, cluster.masters["m0"].process
         assert node is not None and master is not None
         node.delete_namespace(spec.uid)
@@ -332,7 +333,10 @@ def test_a_put_into_a_namespace_that_was_deleted_ends_in_time() -> None:
     with quiet(), stand_ins(link=cluster.link, channel=cluster.channel):
         cluster.start()
         loop.run_until(0.5)
-        cluster.add_client("c0", "c0", mirrored=True).process.spawn(play())
+        process = cluster.add_client("c0", "c0", mirrored=True).process
+        process.spawn(make())
+        loop.run_until(1.5)
+        process.spawn(play())
         loop.run_until(5.0)
         cluster.network.down = True
         assert loop.end() == []
