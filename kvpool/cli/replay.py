@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
     from kvpool.cli.pool import Pool
 
-POLICIES = ("lru",)
+POLICIES = ("hazard", "lru")  # of workers; the sim engine knows the textbook's too
+SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
+ENGINES = ("real", "sim")
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Keep the pool here [a directory removed after].")]
@@ -35,11 +37,15 @@ def replay(
     clients: Annotated[int, typer.Option("--clients", min=1, max=256, help="Requests under way at once.")] = 2,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
-    policy: Annotated[str, typer.Option("--policy", metavar="P", help="Eviction policy: lru.")] = "lru",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="P", help="hazard or lru; with --engine sim also arc, lru2, s3fifo.")
+    ] = "hazard",
+    engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     data_dir: DataDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Replay a trace through a pool started for it and stopped after it.
+    """Replay a trace through a pool started for it and stopped after it; with `--engine sim` through the core of one worker, in
+    this process, by the trace's time stamps.
 
     Contents are derived from the block ids and every byte of every hit is checked. A request waits for earlier ones in flight
     that share its first id. A miss cause is counted once a request, for its first block that was not served. Exit status 1 when
@@ -51,14 +57,23 @@ def replay(
 
     if speed is not None and not 0 < speed < 1e9:
         raise ConfigError(f"--speed: {speed} must be above 0")
-    if policy not in POLICIES:
-        raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(POLICIES)}")
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
+    if policy not in (known := POLICIES if engine == "real" else SIM_POLICIES):
+        raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(known)}")
     n_bytes = parse_size(block_bytes, option="--block-bytes")
     layout_of(n_bytes)
     dram_bytes = _share(parse_size(dram, option="--dram"), workers, n_bytes, option="--dram")
     ssd_bytes = 0 if ssd is None else _share(parse_size(ssd, option="--ssd"), workers, n_bytes, option="--ssd")
     requests = load_mooncake(trace, limit=limit)
     raise_on_sigterm()
+    if engine == "sim":
+        if workers != 1:
+            raise ConfigError(f"--workers: --engine sim has one, not {workers}")
+        from kvpool.cli.replay_sim import replay_sim
+
+        replay_sim(requests, policy=policy, block_bytes=n_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, as_json=json)
+        return
     with directory(data_dir) as home:
         plan = PoolPlan(
             n_workers=workers,
@@ -67,6 +82,8 @@ def replay(
             ssd_dir=home / "ssd" if ssd_bytes else None,
             ssd_bytes=ssd_bytes,
             drain_timeout_ms=DRAIN_TIMEOUT_MS,
+            policy=policy,
+            policy_speed=speed or 1.0,
         )
         with running(plan) as pool, progress(len(requests), words="replaying") as on_done:
             tally = drive(

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli.common import JsonOption, print_json, raise_on_sigterm
-from kvpool.cli.roles import Advertise, ConfigFile, DataDir, DrainTimeout, Host, HttpPort, Insecure, Port, TokenFile, given
+from kvpool.cli.roles import (
+    Advertise,
+    ConfigFile,
+    DataDir,
+    DrainTimeout,
+    EvictionPolicy,
+    Host,
+    HttpPort,
+    Insecure,
+    Port,
+    TokenFile,
+    given,
+)
 
 if TYPE_CHECKING:
     from kvpool.cli.pool import Pool, RoleProcess
@@ -28,6 +40,7 @@ def up(
     workers: Annotated[int | None, typer.Option("--workers", metavar="N", help="Workers [1].")] = None,
     dram: Annotated[str | None, typer.Option("--dram", metavar="SIZE", help="Memory of each worker [1GiB].")] = None,
     ssd: Annotated[str | None, typer.Option("--ssd", metavar="DIR:SIZE", help="SSD of each worker, in DIR/worker-i.")] = None,
+    policy: EvictionPolicy = None,
     port: Port = None,
     http_port: HttpPort = None,
     data_dir: DataDir = None,
@@ -49,6 +62,7 @@ def up(
         workers=workers,
         dram=dram,
         ssd=ssd,
+        policy=policy,
         port=port,
         http_port=http_port,
         data_dir=data_dir,
@@ -88,6 +102,7 @@ def plan_of(settings: Any, config: Path | None) -> Any:
         data_dir=settings.data_dir.absolute(),
         ssd_dir=None if place is None else Path(place.directory).absolute(),
         ssd_bytes=0 if place is None else place.size_bytes,
+        policy=settings.policy,
         port=settings.port,
         http_port=settings.http_port,
         host=settings.host,

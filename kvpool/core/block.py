@@ -40,6 +40,9 @@ class Limits:
     quarantine_fraction: float = 0.125  # of DRAM: overdue views beyond it lose their connection
     gone_keys_max: int = 100_000  # about 150 bytes each
     low_watermark: float = 0.75  # of DRAM: more dirty bytes than this are written down
+    second_use: bool = False  # the SSD tier takes only what was used again
+    ssd_bytes_per_s: int = 0  # written to the SSD tier at most, in the mean of a minute; 0: no limit
+    ssd_bytes_per_day: int = 0
     seed: int = 0  # of hold ids; a worker passes system randomness
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class Block(Entry):
     def __init__(self, space: Space, key: Key, size: int, group: Group, depth: int, parent: bytes, rank: int, tick: int) -> None:
         self.bucket = None
         self.parked = 1
+        self.reused = False
         self.group = group
         self.space, self.key, self.size, self.depth, self.parent = space, key, size, depth, parent
         self.rank, self.tick = rank, tick  # of its reservation

@@ -35,7 +35,7 @@ from kvpool.core.hashing import block_sum
 from kvpool.core.holding import Holding
 from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.namespaces import NamespaceSpec
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Lru
+from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group, Lru
 from kvpool.core.room import Leave
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import HASH_BYTES, BlockCode, Key, MissCause, NamespaceUid
@@ -205,8 +205,7 @@ class BlockTable(Holding):
             while end < len(fresh) and fresh[end].group is group:
                 end += 1
             run = fresh[start:end]
-            slots, dirty = self._dram_slots(run, group, tick=tick)
-            waiting += dirty
+            slots = self._run_slots(run, group, tick, waiting)
             over_quota = over_quota or self.over_quota
             for block, slot in zip(run, slots, strict=False):
                 block.dram = slot
@@ -222,7 +221,26 @@ class BlockTable(Holding):
                 if isinstance(entry, Block) and entry.dirty and not entry.demoting:
                     self._urgent[entry] = None
                     entry.spare_tick = tick
-        return short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
+        must_wait = short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
+        if short and chained and not must_wait:
+            self._dram_policy.refused([block for block in fresh if block.dram is None], tick)
+        return must_wait
+
+    def _run_slots(self, run: list[Block], group: Group, tick: int, waiting: list[Entry]) -> list[Slot]:
+        """Up to one slot for each, in order, as far as what must leave for them is worth less than they are."""
+        if self.dram.capacity_bytes - self.dram.used_bytes >= len(run) * run[0].size:
+            parts: Sequence[tuple[int, float]] = ((len(run), NO_LIMIT),)
+        else:
+            parts = self._dram_policy.limits(run, tick)
+        slots: list[Slot] = []
+        for n, limit in parts:
+            part = run[len(slots) : len(slots) + n]
+            more, dirty = self._dram_slots(part, group, tick=tick, limit=limit)
+            waiting += dirty
+            slots += more
+            if len(more) < n:
+                break
+        return slots
 
     def _take_own_tail(self, space: Space, run: list[Block], there: list[Block | None], codes: bytearray, depth: int) -> bool:
         """The rest of a run gets the slots of deeper blocks of the same batch: a head without its tail is worth something, a

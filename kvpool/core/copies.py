@@ -32,8 +32,9 @@ from kvpool.core.block import (
 )
 from kvpool.core.gone import Gone
 from kvpool.core.keeping import Keeping
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
-from kvpool.core.room import NO_LIMIT, Leave, Room
+from kvpool.core.policy.admission import WriteBudget
+from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group
+from kvpool.core.room import Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
@@ -66,6 +67,7 @@ class Copies(Keeping):
         self._n_flights = 0  # demotions that have a slot
         self._flights_coldest: float = NO_LIMIT  # order of the coldest of them, since there were none
         self.held_bytes = {DRAM: 0, SSD: 0}
+        self._budget = WriteBudget(bytes_per_s=limits.ssd_bytes_per_s, bytes_per_day=limits.ssd_bytes_per_day)
         self._report = reporter
         self._bump, self._generation = bump, generation
         self._gone = Gone(keys_max=limits.gone_keys_max)
@@ -121,8 +123,12 @@ class Copies(Keeping):
         goes for good is the coldest of both tiers: a chain loses its tail first, wherever its parts lie."""
         if block.refused or not self.ssd_writable or self.ssd is None or self._ssd_room is None or self._ssd_policy is None:
             return False
+        if not self._budget.allows():
+            return False
         if self._must_stay(block):
             return True
+        if self.limits.second_use and not self._dram_policy.was_reused(block):
+            return False
         order = self._dram_policy.order_of(block)
         if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
             return True
@@ -134,8 +140,10 @@ class Copies(Keeping):
         return could or self.ssd.has_room(uid, size)
 
     def _must_stay(self, block: Block) -> bool:
-        """Something of its chain stays, so should it. (Not in an extent that is emptied: what is below it goes with it then.)"""
-        return block.kid is not None and not (self._dram_room.emptying and self._dram_room.is_emptying(block))
+        """What is below it in its chain is on SSD, so it should be. (Not in an extent that is emptied: that goes with it then.)"""
+        if block.kid is None or block.n_dram_kids:
+            return False
+        return not (self._dram_room.emptying and self._dram_room.is_emptying(block))
 
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick
@@ -382,7 +390,9 @@ class Copies(Keeping):
         self._urgent.pop(block, None)
         self._soon.pop(block, None)
 
-    def _dram_slots(self, blocks: Sequence[Block], group: Group, *, tick: int) -> tuple[list[Slot], list[Entry]]:
+    def _dram_slots(
+        self, blocks: Sequence[Block], group: Group, *, tick: int, limit: float = NO_LIMIT
+    ) -> tuple[list[Slot], list[Entry]]:
         """Up to one DRAM slot for each of these blocks of one group, evicting. -> (slots, what must be written down for
         more)."""
         uid, size = blocks[0].space.uid, blocks[0].size
@@ -394,7 +404,7 @@ class Copies(Keeping):
         slots = self.dram.allocate(uid, size, n, owners=blocks)
         while len(slots) < n:
             short = n - len(slots)
-            evicted, unclean = self._make_room(DRAM, group, short, spare_tick=tick)
+            evicted, unclean = self._make_room(DRAM, group, short, spare_tick=tick, limit=limit)
             dirty += unclean
             if not evicted or self.dram.no_place:
                 break

@@ -13,14 +13,14 @@ from typing import Final
 
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
 from kvpool.core.copies import RESUME_PART, Copies
+from kvpool.core.policy.eviction import NO_LIMIT
 from kvpool.core.retention import Keep
-from kvpool.core.room import NO_LIMIT
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
-PLAN_PART: Final = 256  # of DRAM must be stored before it is looked again which dirty blocks leave soon
+PLAN_PART: Final = 64  # of DRAM must be stored before it is looked again which dirty blocks leave soon
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
 
@@ -75,7 +75,7 @@ class Movement(Copies):
         """Dirty DRAM blocks to write down now, coldest first, at most `max_bytes` (or one block): those that somebody waits
         for, and as many as bring the dirty bytes under the low watermark. Pinned: each must be ended by `ssd_done`, whatever
         happens."""
-        del now_ms
+        self._budget.at(now_ms)
         found: list[Block] = []
         taken = 0
         while self._wants_cleaning():
@@ -113,6 +113,9 @@ class Movement(Copies):
         assert block.demoting, "not a block of clean_candidates"
         if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
             return None
+        if not self._budget.allows() or (self.limits.second_use and not self._ssd_wants(block, block.spare_tick)):
+            block.refused = True  # until it is used again
+            return None
         if block.size > self.ssd.largest_size():
             return None
         uid = block.space.uid
@@ -137,6 +140,7 @@ class Movement(Copies):
                 block.refused = (keeps or limit == order) and self._ssd_wants(block, block.spare_tick)  # not for its order
                 return None
             slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
+        self._budget.spend(block.size)
         self._collect_ssd()
         self._flights_coldest = max(order, self._flights_coldest if self._n_flights else order)
         self._n_flights += 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
-from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group
+from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group
 from kvpool.core.slots import INDEX_BITS, SlabAllocator, Slot
 from kvpool.core.types import NamespaceUid
 
@@ -23,7 +23,6 @@ EXTENTS_MAX: Final = 64  # looked at in one call before giving up
 COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
-NO_LIMIT: Final = -float(1 << 100)  # hotter than every order of a policy
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 

@@ -89,7 +89,8 @@ def test_a_small_dram_is_lru_with_chains_from_the_tail(tmp_path: Path) -> None:
     want = lru_hits(requests, capacity) / sum(len(r.ids) for r in requests)
     assert want < 0.9 * lru_hits(requests, 10**9) / sum(len(r.ids) for r in requests)  # the size matters here
     trace = write_trace(tmp_path / "t.jsonl", requests)
-    facts = replay(trace, "--workers", "1", "--clients", "1", "--block-bytes", "16KiB", "--dram", str(capacity * BLOCK))
+    size = ("--block-bytes", "16KiB", "--dram", str(capacity * BLOCK))
+    facts = replay(trace, "--workers", "1", "--clients", "1", *size, "--policy", "lru")
     assert facts["hit_rate"] == pytest.approx(want, abs=0.03)
     assert facts["miss_causes"].get("evicted", 0) > 0
 
@@ -207,12 +208,39 @@ def test_smoke_trace_with_room_for_all(tmp_path: Path) -> None:
     assert facts["hit_rate"] == pytest.approx(0.899, abs=0.005)
 
 
+def simulated(trace: Path, *args: str) -> dict[str, Any]:
+    """`kvpool replay --engine sim`'s facts."""
+    done = run_cli("replay", trace, "--json", "--engine", "sim", *args, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
 def test_smoke_trace_in_300_blocks(tmp_path: Path) -> None:
     trace = shared_trace("smoke", tmp_path)
-    facts = replay(trace, "--workers", "1", "--clients", "1", "--block-bytes", "16KiB", "--dram", str(300 * BLOCK))
+    size = ("--block-bytes", "16KiB", "--dram", str(300 * BLOCK))
+    facts = replay(trace, "--workers", "1", "--clients", "1", *size, "--policy", "lru")
     assert facts["hit_rate"] >= 0.82
     requests = load_mooncake(trace)
     assert facts["hit_rate"] == pytest.approx(lru_hits(requests, 300) / facts["blocks"], abs=0.01)
+    assert simulated(trace, *size, "--policy", "lru")["hit_rate"] == pytest.approx(facts["hit_rate"], abs=0.01)
+
+
+def test_smoke_trace_with_the_learned_policy_is_the_same_in_both_engines(tmp_path: Path) -> None:
+    trace = shared_trace("smoke", tmp_path)
+    size = ("--block-bytes", "16KiB", "--dram", str(300 * BLOCK))
+    real = replay(trace, "--workers", "1", "--clients", "1", *size, "--policy", "hazard")
+    sim = simulated(trace, *size, "--policy", "hazard")
+    assert real["hit_rate"] == pytest.approx(sim["hit_rate"], abs=0.01)
+    assert sim["of_optimum"] >= 0.99
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_both_engines_agree_where_two_tiers_are_too_small(tmp_path: Path, policy: str) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", workload(n_conversations=12, n_turns=5))
+    args = ("--block-bytes", "64KiB", "--dram", "2MiB", "--ssd", "24MiB", "--policy", policy)
+    real, sim = replay(trace, "--clients", "1", *args), simulated(trace, *args)
+    assert real["hit_rate"] == pytest.approx(sim["hit_rate"], abs=0.01)
+    assert real["hits_by_tier"]["ssd"] > 0 and sim["hits_by_tier"]["ssd"] > 0
 
 
 def test_conversation_trace_from_both_tiers(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ GroupKey = tuple[NamespaceUid, int]  # arena, slot_bytes
 
 TICKS_RECENT: Final = 256  # batches after which a chain's part counts as used at another time than its continuation
 
+NO_LIMIT: Final = -float(1 << 100)  # hotter than every order of a policy
 NOT_PARKED: Final = 1  # order values are <= 0 for every tick >= 1
 
 
@@ -36,12 +37,13 @@ def tick_and_rank(order: int) -> tuple[int, int]:
 class Entry:
     """What a policy orders: a block's copy in one tier. Fields belong to the policy, `group` is set before `add`."""
 
-    __slots__ = ("bucket", "group", "parked")
+    __slots__ = ("bucket", "group", "parked", "reused")
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.bucket: Bucket | None = None
         self.parked = NOT_PARKED
+        self.reused = False
 
 
 class Bucket:
@@ -97,6 +99,15 @@ class EvictionPolicy(Protocol):
         """New entries in chain order, each with its rank."""
         ...
 
+    def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
+        """Of new entries, in chain order, of the batch of this tick: (so many of them, nothing may be lost for them that is not
+        colder than this order)."""
+        ...
+
+    def refused(self, entries: Sequence[Entry], tick: int) -> None:
+        """New entries of a chain that were not stored, for they are worth less than what is here."""
+        ...
+
     def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
         """Used again, in chain order (None: a gap); entry i has rank `rank + i`. Entries that are not here are skipped. Never
         makes an entry colder."""
@@ -124,6 +135,10 @@ class EvictionPolicy(Protocol):
 
     def tick_of(self, entry: Entry) -> int:
         """When it was last used, 0: not here."""
+        ...
+
+    def was_reused(self, entry: Entry) -> bool:
+        """Whether it was used again since it was stored, as far as is remembered."""
         ...
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
@@ -212,6 +227,13 @@ class Lru:
             entry.bucket = bucket
             bucket.entries[entry] = (rank if rank < RANK_MAX else RANK_MAX) - base
 
+    def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
+        del tick
+        return ((len(entries), NO_LIMIT),)
+
+    def refused(self, entries: Sequence[Entry], tick: int) -> None:
+        pass
+
     def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
         group: Group | None = None
         bucket = _NOWHERE
@@ -239,6 +261,7 @@ class Lru:
                 if old is not None:
                     if old.entries[entry] <= value:
                         continue
+                    entry.reused = True
                     del old.entries[entry]
                     if not old.entries:
                         _drop_bucket(group, old)
@@ -246,6 +269,7 @@ class Lru:
                 values[entry] = value
             elif values[entry] > value:
                 values[entry] = value
+                entry.reused = True
         if group is not None and not bucket.entries:
             _drop_bucket(group, bucket)
 
@@ -289,6 +313,9 @@ class Lru:
 
     def order_of(self, entry: Entry) -> int:
         return entry.parked if entry.bucket is None else entry.bucket.entries[entry]
+
+    def was_reused(self, entry: Entry) -> bool:
+        return entry.reused
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
         return tick_and_rank(self.order_of(entry))

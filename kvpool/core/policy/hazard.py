@@ -63,7 +63,9 @@ _CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 class Hazard:
     """The learned policy of one worker, all tiers. Not thread-safe: under the owner's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, speed: float = 1.0) -> None:
+        """speed: seconds of its clock in a second of `at` (a trace that is replayed faster than it was)."""
+        self._speed = speed
         self.table = LifeTable()
         self.history = History()
         self.now_s = 0.0
@@ -85,7 +87,7 @@ class Hazard:
 
     def at(self, now_ms: float) -> None:
         """It is this time now (never earlier than before): runs grow older."""
-        now_s = now_ms / 1000
+        now_s = now_ms / 1000 * self._speed
         if now_s <= self.now_s:
             return
         self.now_s = now_s
@@ -175,6 +177,42 @@ class Hazard:
         self._reclass(request)
         tail = blocks[-1].rank >= request.end
         self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
+
+    def worth_new(self, blocks: Sequence[Block], tick: int) -> list[tuple[int, float]]:
+        """What new blocks of the request of this tick, a stretch of one chain, would be worth if they were stored now: (how many,
+        index of each) in chain order. Changes nothing."""
+        history, index = self.history, self.table.index
+        prints = [fingerprint(block.key) for block in blocks]
+        request = self._requests.get(tick)
+        new, gap, end = (0, 0, 0) if request is None else (request.new, request.gap, request.end)
+        uses = b""
+        while len(uses) < len(blocks) and (no := history.find(prints[len(uses)])):
+            more = history.look(no, prints[len(uses) :])
+            uses += more
+            behind = history.end[no] - (blocks[len(uses) - 1].rank + 1)
+            gap = gap_bucket(self.now_s - history.time_s[no]) if behind <= SLACK_BLOCKS else 0
+        new = new_bucket(new + len(blocks) - len(uses))
+        buckets = (uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - len(uses))).translate(USE_BUCKETS)
+        tails = int(blocks[-1].rank >= end)
+        parts = [(tails, index[first_key(buckets[-1], 1, new, gap)])] if tails else []
+        at = len(blocks) - tails
+        while at:
+            start = len(buckets[:at].rstrip(buckets[at - 1 : at]))
+            parts.append((at - start, index[first_key(buckets[at - 1], 0, new, gap)]))
+            at = start
+        parts.reverse()
+        return parts
+
+    def refused(self, blocks: list[Block], tick: int) -> None:
+        """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
+        for block in blocks:
+            block.where = IN_DRAM
+        self._stored_chain(blocks, self._request(tick))
+        for block in reversed(blocks):
+            block.where = 0
+            if block.run is not None:
+                block.run.n[DRAM] -= 1
+                self.leave(block)
 
     def _gap(self, no: int, end: int) -> int:
         """Bucket of the time since the request that made this run, when this one continues it."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, cast
 
-from kvpool.core.policy.eviction import Entry, Group, GroupKey
+from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, link
+from kvpool.core.types import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block, SsdCopy
     from kvpool.core.policy.hazard import Hazard
+    from kvpool.core.policy.runs import Run
 
 JOIN_TICKS: Final = 256  # a later batch of a chain used so few batches ago, and
 JOIN_S: Final = 60.0  # so few seconds, is of the same request
@@ -75,6 +79,16 @@ class HazardTier:
         if fresh:
             brain.stored(fresh, tick)
 
+    def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
+        blocks = cast("Sequence[Block]", entries)
+        if any(b.parent != a.key[:HASH_BYTES] for a, b in pairwise(blocks)):
+            return ((len(blocks), NO_LIMIT),)
+        late = 1 + TIE * self._brain.now_s
+        return [(n, -worth * late) for n, worth in self._brain.worth_new(blocks, tick)]
+
+    def refused(self, entries: Sequence[Entry], tick: int) -> None:
+        self._brain.refused(cast("list[Block]", list(entries)), tick)
+
     def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
         del rank
         if self._tier == DRAM:  # (the SSD copies of the same blocks are named to the other one)
@@ -129,15 +143,36 @@ class HazardTier:
         return found
 
     def in_order(self, group: Group) -> Iterator[Entry]:
-        """Blocks of this tier, about in the order in which they would leave. Nothing may change meanwhile."""
-        for run in cast(RunGroup, group).in_order():
-            for block in reversed(run.members):
-                if block is not None and block.where & self._in:
-                    yield self._entry(block)
+        """Blocks of this tier, about in the order in which they would leave: when a run has left, the one above it is next in its
+        turn. Nothing may change meanwhile."""
+        above: list[tuple[float, int, Run]] = []
+        seen: set[Run] = set()
+        for worth, run in cast(RunGroup, group).in_order():
+            while above and above[0][0] <= worth:
+                yield from self._of_run(heappop(above)[2], above, seen)
+            if run not in seen:
+                seen.add(run)
+                yield from self._of_run(run, above, seen)
+        while above:
+            yield from self._of_run(heappop(above)[2], above, seen)
+
+    def _of_run(self, run: Run, above: list[tuple[float, int, Run]], seen: set[Run]) -> Iterator[Entry]:
+        for block in reversed(run.members):
+            if block is not None and block.where & (self._in | self._parked) == self._in:
+                yield self._entry(block)
+        first = run.members[0]
+        up = first.up.run if first is not None and first.up is not None else None
+        if up is not None and up not in seen and up.n[self._tier]:
+            seen.add(up)
+            heappush(above, (self._brain.table.index[self._brain.history.key[up.no]], up.no, up))
 
     def tick_of(self, entry: Entry) -> int:
         block = self._block(entry)
         return block.run.tick if block.run is not None and block.where & self._in else 0
+
+    def was_reused(self, entry: Entry) -> bool:
+        block = self._block(entry)
+        return block.run is not None and block.run.uses[block.run.index(block)] > 1
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
         return self.tick_of(entry), self._block(entry).rank

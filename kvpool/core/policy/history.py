@@ -161,6 +161,17 @@ class History:
             no = self._next_in_slot[no]
         return no
 
+    def look(self, no: int, prints: Sequence[int]) -> bytes:
+        """Use counts of the ghosts that `take` would take."""
+        node = self._head[no]
+        uses = bytearray()
+        for print60 in prints:
+            if not node or self._ghost_print[node] >> USE_BITS != print60:
+                break
+            uses.append(self._ghost_print[node] & USE_MASK)
+            node = self._ghost_next[node]
+        return bytes(uses)
+
     def take(self, no: int, prints: Sequence[int]) -> bytes:
         """Ghosts of the run, from its first, that are equal to these, are ghosts no more. -> their use counts. `left` is
         lowered; a run with nothing left is the caller's to drop."""

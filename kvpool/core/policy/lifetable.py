@@ -18,7 +18,7 @@ from kvpool.core.policy.classes import EDGES_S, N_BINS, N_CLASSES, N_GAPS, N_NEW
 
 DECAY: Final = 0.95  # of all counts at a refresh
 SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a finer one's
-PRIOR: Final = 0.2  # chance of use in one doubling of age before anything is known: the order of LRU
+PRIOR: Final = 0.25  # chance of use in one doubling of age before anything is known: the order of LRU
 CHANCE_MAX: Final = 0.999
 _GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS, 1)  # coarse to fine
 _WIDTHS_S: Final = np.diff(np.array(EDGES_S))

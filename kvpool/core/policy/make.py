@@ -13,10 +13,12 @@ POLICIES: Final = ("hazard", "lru")
 DEFAULT: Final = "hazard"
 
 
-def policy_of(name: str) -> Callable[[], EvictionPolicy]:
-    """What `BlockTable` takes as `policy`: each call makes the next tier's, all of one worker. InvalidArgument: no such name."""
+def policy_of(name: str, *, learned: Hazard | None = None) -> Callable[[], EvictionPolicy]:
+    """What `BlockTable` takes as `policy`: each call makes the next tier's, all of one worker. InvalidArgument: no such name.
+
+    learned: the worker's, for "hazard"; without it a new one is made."""
     if name == "lru":
         return Lru
     if name == "hazard":
-        return Hazard().tier
+        return (learned or Hazard()).tier
     raise InvalidArgument(f"policy: {name!r} is not one of {', '.join(POLICIES)}")

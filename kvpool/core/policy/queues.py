@@ -59,15 +59,16 @@ class RunGroup(Group):
             heappop(heap)
         return None
 
-    def in_order(self) -> Iterator[Run]:
-        """All that may lose a block, the next first. Nothing may change meanwhile."""
+    def in_order(self) -> Iterator[tuple[float, Run]]:
+        """All that may lose a block, with their worth, the next first. Nothing may change meanwhile."""
         if self._version != self._table.version:
             self._sort()
         seen = set()
-        for _, key in sorted(self._heap):
+        for worth, key in sorted(self._heap):
             if key not in seen:
                 seen.add(key)
-                yield from self._by_key[key]
+                for run in self._by_key[key]:
+                    yield worth, run
 
     def _sort(self) -> None:
         self._version = self._table.version

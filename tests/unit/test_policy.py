@@ -1,0 +1,306 @@
+"""The learned policy: what it keeps and forgets, in what order blocks leave, and that a chain is lost from its end."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvpool.core.block import Limits
+from kvpool.core.policy.admission import DAY_S, WriteBudget
+from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
+from kvpool.core.policy.hazard import Hazard
+from kvpool.core.policy.history import History
+from kvpool.core.policy.lifetable import LifeTable, gittins
+from kvpool.core.policy.make import policy_of
+from kvpool.core.policy.textbook import TEXTBOOK, access, optimum_hits
+from kvpool.errors import InvalidArgument
+from kvpool.sim.replay import CoreReplay
+from kvpool.sim.traces import Request
+from tests.support.tables import DRAM, SSD, Rig, chain
+
+BLOCK = 4096
+
+
+def learned(n_dram: int, n_ssd: int | None = None, **limits: object) -> tuple[Rig, Hazard]:
+    rig = Rig(n_dram, n_ssd, policy="hazard", limits=Limits(**limits))  # type: ignore[arg-type]
+    return rig, rig.table._dram_policy._brain  # type: ignore[attr-defined]
+
+
+# --- tables -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_constant_chance_of_use_is_worth_less_the_older() -> None:
+    index = gittins(np.full((1, N_BINS), 0.2))[0]
+    assert (np.diff(index[1:]) < 0).all(), "the bins grow: the order of LRU"
+
+
+def test_a_class_that_comes_back_late_is_worth_waiting_for() -> None:
+    chance = np.full((2, N_BINS), 0.01)
+    chance[0, 6] = 0.9  # used again after 16 to 32 s
+    late, never = gittins(chance)
+    assert late[5] > 10 * never[5] and late[8] == pytest.approx(never[8])
+
+
+def test_buckets() -> None:
+    assert [new_bucket(n) for n in (0, 2, 3, 11, 12, 48)] == [0, 0, 1, 2, 3, 5]
+    assert [gap_bucket(s) for s in (0, 4, 63, 256)] == [0, 1, 2, 4]
+    assert len({first_key(u, t, n, g) for u in range(5) for t in range(2) for n in range(6) for g in range(5)}) == 300
+
+
+def test_tables_survive_and_what_is_damaged_is_refused() -> None:
+    table = LifeTable()
+    key = first_key(1, 0, 2, 0)
+    table.reached.update({key: 100.0, key + 1: 90.0})
+    table.used.update({key: 10.0, key + 1: 80.0})
+    table.refresh()
+    saved = table.to_bytes()
+    other = LifeTable()
+    other.from_bytes(saved)
+    assert other.index[key] == pytest.approx(table.index[key], rel=0.1) and other.index != LifeTable().index
+    for broken in (b"", saved[:-1], saved[:-4] + b"\xff\xff\xff\xff", b"x" + saved[1:]):
+        with pytest.raises(ValueError, match=r"life table|counts"):
+            LifeTable().from_bytes(broken)
+
+
+# --- history ------------------------------------------------------------------------------------------------------------
+
+
+def test_history_against_plain_lists() -> None:
+    chance, history = random.Random(5), History()
+    runs: dict[int, list[int]] = {}  # ghosts, the first (shallowest) last
+    serial = 0
+    for _ in range(3000):
+        dice = chance.random()
+        if dice < 0.5:
+            no = history.add(0.0, 10, first_key(0, 0, 0, 0), 10)
+            prints = [serial + i for i in range(chance.randint(1, 6))]
+            serial += 10
+            history.become_ghosts(no, prints, [1 + p % 9 for p in prints])
+            runs[no] = prints
+        elif dice < 0.9 and runs:
+            no = chance.choice(list(runs))
+            wanted = list(reversed(runs[no]))[: chance.randint(1, 6)]
+            assert history.find(wanted[0]) == no and not (len(wanted) > 1 and history.find(wanted[1]))
+            assert history.take(no, [*wanted, 1 << 50]) == bytes(1 + p % 9 for p in wanted)
+            del runs[no][-len(wanted) :]
+            if not runs[no]:
+                del runs[no]
+        elif runs:
+            assert history.forget_oldest() == next(iter(runs))
+            del runs[next(iter(runs))]
+        assert history.n_ghosts == sum(map(len, runs.values()))
+    history.check()
+    assert history.n_bytes() / serial < 48
+
+
+def test_runs_grow_older_through_every_bin() -> None:
+    history = History()
+    no = history.add(0.0, 4, 0, 4)
+    assert history.aged(EDGES_S[1] - 0.01) == []
+    assert history.aged(EDGES_S[3]) == [(no, 1), (no, 2), (no, 3)]
+    assert history.aged(1e9)[-1] == (no, N_BINS - 1) and history.aged(1e12) == []
+
+
+# --- one tier -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_lost_from_its_end() -> None:
+    rig, _ = learned(10)
+    rig.put(chain("a", 8))
+    rig.now = 1000
+    rig.put(chain("b", 5))
+    assert rig.has(chain("a", 8)) == [DRAM] * 5 + [0] * 3 and rig.has(chain("b", 5)) == [DRAM] * 5
+    rig.check()
+
+
+def test_no_parent_leaves_before_a_child_of_another_branch() -> None:
+    rig, _ = learned(12)
+    rig.put(chain("a", 4))
+    branch = chain("a", 4).slice(0, 4)
+    rig.now = 600_000
+    from tests.support.tables import batch_of
+
+    rig.put(batch_of([f"x{i}" for i in range(6)], parent="a3", depth=4))  # hangs below a, used much later
+    rig.now += 1000
+    rig.put(chain("c", 8))
+    tiers = rig.has(branch)
+    below = rig.has(batch_of([f"x{i}" for i in range(6)], parent="a3", depth=4))
+    assert all(tiers) or not any(below), "a hole above what stays"
+    rig.check()
+
+
+def test_what_is_held_stays_and_leaves_when_released() -> None:
+    rig, _ = learned(10)
+    rig.put(chain("a", 4))
+    hold = rig.hold(chain("a", 4), ttl_ms=10_000)
+    for i in range(5):
+        rig.now += 100
+        rig.put(chain(f"b{i}-", 6))
+        rig.check()
+    assert rig.has(chain("a", 4)) == [DRAM] * 4
+    rig.table.release([hold.hold_id])
+    rig.now += 100_000
+    rig.put(chain("z", 10))
+    assert not all(rig.has(chain("a", 4)))
+
+
+def test_the_put_that_follows_a_get_is_no_use_of_its_own() -> None:
+    rig, brain = learned(100)
+    rig.put(chain("a", 4))
+    rig.now = 5_000
+    rig.get(chain("a", 6))
+    rig.table.tiers_of(chain("a", 4), now_ms=rig.now + 50, touch=True)  # the client says what it found
+    rig.now = 5_100
+    rig.put(chain("a", 6))
+    root = rig.table.spaces[chain("a", 1).namespace].blocks[chain("a", 1).split()[0]]
+    assert root.run is not None and root.run.uses[0] == 2
+    assert len({run.tick for run in brain._runs.values()}) == 1, "all of one request"
+
+
+def test_a_ghost_counts_as_known_when_it_comes_back() -> None:
+    rig, brain = learned(8)
+    rig.put(chain("a", 6))
+    rig.now = 10_000
+    rig.put(chain("b", 8))
+    assert brain.history.n_ghosts and not all(rig.has(chain("a", 6)))
+    rig.now = 20_000
+    n_ghosts = brain.history.n_ghosts
+    gone = rig.has(chain("a", 6)).index(0)
+    rig.put(chain("a", 6))
+    block = rig.table.spaces[chain("a", 1).namespace].blocks[chain("a", 6).split()[gone]]
+    assert block.run is not None and block.run.uses[block.run.index(block)] == 2
+    assert brain.history.n_ghosts >= n_ghosts - 6
+    rig.check()
+
+
+def test_it_learns_who_comes_back_and_lru_does_not() -> None:
+    """A loop over a set larger than the cache, between one-time requests: LRU keeps nothing of it."""
+    chance = random.Random(1)
+    requests, serial = [], 10_000
+    for i in range(1500):
+        if i % 2:
+            serial += 100
+            ids = tuple(range(serial, serial + chance.randint(4, 12)))
+        else:
+            ids = tuple(range(100 * (i // 2 % 12), 100 * (i // 2 % 12) + 8))
+        requests.append(Request(500.0 * i, 1, 1, ids))
+    hits = {}
+    for policy in ("hazard", "lru"):
+        replaying = CoreReplay(policy=policy, block_bytes=BLOCK, dram_bytes=70 * BLOCK)
+        for request in requests:
+            replaying.serve(request)
+        replaying.table.check()
+        assert replaying.table.dram.used_bytes <= 70 * BLOCK
+        hits[policy] = replaying.outcome.hits
+    best = optimum_hits((r.ids for r in requests), 70)
+    assert hits["hazard"] > 0.7 * best > 2 * hits["lru"]
+
+
+def test_history_is_small_and_bounded() -> None:
+    rig, brain = learned(300)
+    for i in range(400):
+        rig.now += 300
+        rig.put(chain(f"{i}-", 4 + i % 9))
+    assert brain.history.n_ghosts <= 4 * 1024
+    assert brain.history_bytes_per_id() <= 48
+    rig.check()
+
+
+# --- two tiers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_promoted_block_keeps_its_ssd_copy_so_that_it_leaves_for_nothing() -> None:
+    rig, _ = learned(8, 100, low_watermark=0.0)
+    rig.put(chain("a", 6))
+    rig.write_down()
+    rig.now = 1000
+    rig.put_waiting(chain("b", 8))
+    rig.write_down()
+    assert SSD in rig.has(chain("a", 6))
+    rig.now = 2000
+    rig.promote(chain("a", 6))
+    assert rig.table.counters["promoted"] and rig.table.counters["demoted"] == 14
+    rig.now = 3000
+    rig.put_waiting(chain("c", 8))
+    rig.write_down()
+    assert rig.table.counters["demoted"] <= 22, "what was there already was written again"
+    rig.check()
+
+
+def test_second_use_writes_only_what_was_used_again() -> None:
+    rig, _ = learned(16, 100, low_watermark=0.0, second_use=True)
+    rig.put(chain("a", 4))
+    rig.now = 1000
+    rig.put(chain("b", 4))
+    rig.now = 2000
+    rig.get(chain("a", 4))
+    rig.now = 3000
+    rig.put_waiting(chain("c", 12))
+    rig.write_down()
+    assert all(tiers & SSD or tiers & DRAM for tiers in rig.has(chain("a", 4)))
+    shared = rig.has(chain("b", 4)) + rig.has(chain("c", 12))
+    assert not any(tiers & SSD for tiers in shared), shared
+    rig.check()
+
+
+def test_a_write_budget_that_is_spent_drops_instead() -> None:
+    rig, _ = learned(16, 1000, low_watermark=0.0, ssd_bytes_per_day=int(8 * 4 * BLOCK))
+    for i in range(12):
+        rig.now += 1000
+        rig.put_waiting(chain(f"{i}-", 8))
+        rig.write_down()
+        rig.check()
+    assert 7 <= rig.table.counters["demoted"] <= 9
+
+
+def test_budget() -> None:
+    budget = WriteBudget(bytes_per_s=100, bytes_per_day=0)
+    budget.at(0)
+    assert budget.allows()
+    budget.spend(6001)
+    assert not budget.allows()
+    budget.at(1000)
+    assert budget.allows()
+    day = WriteBudget(bytes_per_day=1000)
+    day.spend(250)
+    day.at(0)
+    assert not day.allows()
+    day.at(int(DAY_S * 1000 / 500))
+    assert day.allows()
+    assert WriteBudget().allows()
+
+
+def test_adopted_blocks_are_chains_again() -> None:
+    rig, brain = learned(8, 100)
+    slots = rig.table.ssd
+    assert slots is not None
+    batch = chain("a", 6)
+    assert slots.adopt_extent(1, batch.namespace, slot_bytes=BLOCK, n_slots=16)
+    keys = batch.split()
+    for seq, i in enumerate(reversed(range(6))):  # the deepest was written first
+        parent = keys[i - 1][:32] if i else bytes(32)
+        assert rig.table.adopt(batch.namespace, keys[i], BLOCK, 0, i, parent, (1 << 32) + i, seq)  # type: ignore[arg-type]
+        rig.disk[(1 << 32) + i] = keys[i]  # type: ignore[index]
+    rig.table.adopted()
+    rig.check()
+    assert len(brain._runs) == 1 and rig.get(batch) == 6
+
+
+# --- choice, and the textbook ------------------------------------------------------------------------------------------
+
+
+def test_policies_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="'magic' is not one of"):
+        policy_of("magic")
+
+
+@pytest.mark.parametrize("name", sorted(TEXTBOOK))
+def test_textbook_policies_keep_to_their_bytes_and_under_the_optimum(name: str) -> None:
+    chance = random.Random(7)
+    requests = [tuple(range(100 * (c := int(chance.expovariate(0.1))), 100 * c + chance.randint(1, 20))) for _ in range(400)]
+    policy = TEXTBOOK[name](60)
+    hits = sum(access(policy, ids) for ids in requests)
+    assert sum(block in policy for block in {b for ids in requests for b in ids}) <= 60
+    assert 0.3 * optimum_hits(requests, 60) < hits <= optimum_hits(requests, 60)
