@@ -93,6 +93,15 @@ def create(
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Copies of a block, on different workers.")] = 1,
     quota: Annotated[str | None, typer.Option("--quota", metavar="SIZE", help="At most this much in the pool.")] = None,
     ttl: Annotated[str | None, typer.Option("--ttl", metavar="TIME", help="Blocks expire so long after their last put.")] = None,
+    write_policy: Annotated[
+        str, typer.Option("--write-policy", metavar="POLICY", help="Blocks go to SSD: back, through or selective.")
+    ] = "back",
+    read_policy: Annotated[
+        str, typer.Option("--read-policy", metavar="POLICY", help="Gets wait for SSD: wait, best_effort or timeout.")
+    ] = "wait",
+    read_timeout: Annotated[
+        str | None, typer.Option("--read-timeout", metavar="TIME", help="How long, with --read-policy timeout.")
+    ] = None,
     master: MasterOption = None,
     token_file: TokenFileOption = None,
     deadline: DeadlineOption = "5s",
@@ -122,6 +131,9 @@ def create(
         replicas=replicas,
         quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
         ttl_s=None if ttl is None else parse_time_ms(ttl, option="--ttl") / 1000,
+        write_policy=write_policy,
+        read_policy=read_policy,
+        read_timeout_ms=None if read_timeout is None else int(parse_time_ms(read_timeout, option="--read-timeout")),
     )
     message = spec_to_proto(spec)
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
@@ -192,6 +204,8 @@ def facts_of(namespace: pb.Namespace) -> dict[str, Any]:
     """A namespace as JSON."""
     import json
 
+    from kvpool.master.wire import READ_POLICIES, WRITE_POLICIES
+
     return {
         "name": namespace.name,
         "uid": namespace.uid.hex(),
@@ -203,6 +217,9 @@ def facts_of(namespace: pb.Namespace) -> dict[str, Any]:
         "replicas": namespace.replicas,
         "quota_bytes": namespace.quota_bytes or None,
         "ttl_s": namespace.ttl_ms / 1000 if namespace.ttl_ms else None,
+        "write_policy": WRITE_POLICIES[namespace.write_policy].value,
+        "read_policy": READ_POLICIES[namespace.read_policy].value,
+        "read_timeout_ms": namespace.read_timeout_ms or None,
         "fingerprint": namespace.fingerprint.hex(),
         "layout": json.loads(namespace.layout),
     }

@@ -82,16 +82,21 @@ class Client:
 
     def namespace(self, name: str, layout: KVLayout, *, create: bool = False, replicas: int = 1, hash: str = "sha256",  # noqa: A002
                   salt: bytes = b"", quota_bytes: int | None = None, ttl_s: float | None = None,
+                  write_policy: str = "back", read_policy: str = "wait", read_timeout_ms: int | None = None,
                   deadline_ms: float | None = None) -> Namespace:  # fmt: skip
         """The namespace `name`, opened with the layout that the caller has. `create`: made when there is none, with `replicas`,
         `hash` (sha256 | xxh3_128 | external), `salt`, `quota_bytes` (bytes that all copies may take in all tiers of the pool;
-        more than the pool has is no error, it may grow) and `ttl_s` (blocks expire so long after their last put); an existing
-        one keeps its own replicas, quota and time. Raises LayoutMismatch (another layout, hash or salt), NamespaceNotFound,
-        InvalidArgument, MasterUnavailable."""
+        more than the pool has is no error, it may grow) `ttl_s` (blocks expire so long after their last put), `write_policy`
+        (when blocks go down to SSD: "back", when DRAM needs the room; "through", soon after the put; "selective", as "back" but
+        only those that were used again) and `read_policy` (how long a get waits for blocks on SSD: "wait", to its deadline;
+        "best_effort", not at all; "timeout", `read_timeout_ms`; what it did not wait for is a miss with cause `timeout` and comes
+        up to DRAM meanwhile); an existing one keeps its own. Raises LayoutMismatch (another layout, hash or salt),
+        NamespaceNotFound, InvalidArgument, MasterUnavailable."""
         self._context.check()
         deadline = deadline_of(deadline_ms, CALL_MS)
         wanted = NamespaceSpec.of(check_name(name), layout, hash=hash, salt=salt, replicas=replicas, quota_bytes=quota_bytes,
-                                  ttl_s=ttl_s)  # fmt: skip
+                                  ttl_s=ttl_s, write_policy=write_policy, read_policy=read_policy,
+                                  read_timeout_ms=read_timeout_ms)  # fmt: skip
         if create:
             request: Any = pb.CreateNamespaceRequest(namespace=spec_to_proto(wanted))
             reply = self._context.master.call("CreateNamespace", request, deadline=deadline)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from typing import Final, TypeVar
 
 from kvpool.core.hashing import MAX_SALT_BYTES, HashKind
 from kvpool.core.layout import KVLayout
@@ -13,6 +14,7 @@ from kvpool.errors import InvalidArgument, LayoutMismatch
 
 MAX_NAME_CHARS: Final = 128
 MAX_REPLICAS: Final = 16
+READ_TIMEOUT_MS_MAX: Final = 3_600_000
 NO_UID: Final = NamespaceUid(b"")  # of a spec that the master has not made yet
 
 
@@ -25,6 +27,22 @@ def check_name(name: object) -> str:
     if not name.isprintable() or "/" in name or name in (".", ".."):
         raise InvalidArgument(f"namespace: {name!r} has control characters or '/', or is '.' or '..'")
     return name
+
+
+class WritePolicy(StrEnum):
+    """When a block goes down to SSD."""
+
+    BACK = "back"  # when DRAM needs its room
+    THROUGH = "through"  # soon after its put: a worker that dies has lost little
+    SELECTIVE = "selective"  # when DRAM needs its room, and only if it was used again: saves the disk
+
+
+class ReadPolicy(StrEnum):
+    """How long a get waits for blocks on SSD. What it does not wait for is a miss (`timeout`), and comes up to DRAM meanwhile."""
+
+    WAIT = "wait"  # until the get's deadline
+    BEST_EFFORT = "best_effort"  # not at all
+    TIMEOUT = "timeout"  # `read_timeout_ms`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +65,9 @@ class NamespaceSpec:
     quota_bytes: int = 0
     removal_seq: int = 0
     ttl_ms: int = 0  # blocks expire so long after their last put
+    write_policy: WritePolicy = WritePolicy.BACK
+    read_policy: ReadPolicy = ReadPolicy.WAIT
+    read_timeout_ms: int = 0  # of ReadPolicy.TIMEOUT
 
     @classmethod
     def of(
@@ -60,6 +81,9 @@ class NamespaceSpec:
         replicas: int = 1,
         quota_bytes: int | None = None,
         ttl_s: float | None = None,
+        write_policy: WritePolicy | str = WritePolicy.BACK,
+        read_policy: ReadPolicy | str = ReadPolicy.WAIT,
+        read_timeout_ms: int | None = None,
     ) -> NamespaceSpec:
         """The spec of a namespace with this layout, checked. Raises InvalidArgument naming the argument."""
         if not isinstance(layout, KVLayout):
@@ -80,6 +104,9 @@ class NamespaceSpec:
             block_tokens=layout.block_tokens,
             quota_bytes=0 if quota_bytes is None else quota_bytes,
             ttl_ms=check_seconds("ttl_s", ttl_s),
+            write_policy=_choice("write_policy", WritePolicy, write_policy),
+            read_policy=_choice("read_policy", ReadPolicy, read_policy),
+            read_timeout_ms=0 if read_timeout_ms is None else read_timeout_ms,
         )
         return spec.check()
 
@@ -114,6 +141,12 @@ class NamespaceSpec:
             raise InvalidArgument(f"quota_bytes: {self.quota_bytes} is less than one block, which has {self.block_bytes} bytes")
         _check_int("ttl_ms", self.ttl_ms, 0, TTL_S_MAX * 1000)
         _check_int("removal_seq", self.removal_seq, 0, 2**63)
+        _check_int("read_timeout_ms", self.read_timeout_ms, 0, READ_TIMEOUT_MS_MAX)
+        if (self.read_policy is ReadPolicy.TIMEOUT) != (self.read_timeout_ms > 0):
+            raise InvalidArgument(
+                f"read_timeout_ms: {self.read_timeout_ms} with read_policy={self.read_policy.value!r}; 'timeout' needs one of at "
+                "least 1, the others have none"
+            )
         return self
 
 
@@ -123,6 +156,16 @@ def check_hash(name: object) -> HashKind:
         return HashKind(str(name))
     except ValueError:
         raise InvalidArgument(f"hash: {name!r} is not one of {', '.join(HashKind)}") from None
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def _choice(field: str, kind: type[_Choice], value: object) -> _Choice:
+    try:
+        return kind(str(value))
+    except ValueError:
+        raise InvalidArgument(f"{field}: {value!r} is not one of {', '.join(kind)}") from None
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

@@ -32,6 +32,9 @@ class Namespace(google.protobuf.message.Message):
     QUOTA_BYTES_FIELD_NUMBER: builtins.int
     REMOVAL_SEQ_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    WRITE_POLICY_FIELD_NUMBER: builtins.int
+    READ_POLICY_FIELD_NUMBER: builtins.int
+    READ_TIMEOUT_MS_FIELD_NUMBER: builtins.int
     uid: builtins.bytes
     """16 bytes"""
     name: builtins.str
@@ -56,6 +59,12 @@ class Namespace(google.protobuf.message.Message):
     """removals so far"""
     ttl_ms: builtins.int
     """blocks expire so long after their last put, 0: never"""
+    write_policy: builtins.int
+    """0 back, 1 through, 2 selective"""
+    read_policy: builtins.int
+    """0 wait, 1 best_effort, 2 timeout"""
+    read_timeout_ms: builtins.int
+    """of read policy timeout, else 0"""
     def __init__(
         self,
         *,
@@ -73,8 +82,11 @@ class Namespace(google.protobuf.message.Message):
         quota_bytes: builtins.int = ...,
         removal_seq: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        write_policy: builtins.int = ...,
+        read_policy: builtins.int = ...,
+        read_timeout_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "chunk_bytes", b"chunk_bytes", "fingerprint", b"fingerprint", "hash", b"hash", "layout", b"layout", "name", b"name", "quota_bytes", b"quota_bytes", "removal_seq", b"removal_seq", "replicas", b"replicas", "salt", b"salt", "ttl_ms", b"ttl_ms", "uid", b"uid", "variable", b"variable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "chunk_bytes", b"chunk_bytes", "fingerprint", b"fingerprint", "hash", b"hash", "layout", b"layout", "name", b"name", "quota_bytes", b"quota_bytes", "read_policy", b"read_policy", "read_timeout_ms", b"read_timeout_ms", "removal_seq", b"removal_seq", "replicas", b"replicas", "salt", b"salt", "ttl_ms", b"ttl_ms", "uid", b"uid", "variable", b"variable", "write_policy", b"write_policy"]) -> None: ...
 
 global___Namespace = Namespace
 

@@ -27,9 +27,10 @@ import xxhash
 
 from kvpool.core.frames import READ_ENTRY, Flag, FrameError, ReadAnswer, ReadRequest, Status
 from kvpool.core.hashing import chunk_sums
+from kvpool.core.namespaces import ReadPolicy
 from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers, miss_code
 from kvpool.worker.placing import INLINE_BYTES
-from kvpool.worker.ssd_load import MARGIN, MARGIN_S_MAX, load
+from kvpool.worker.ssd_load import MARGIN, MARGIN_S_MAX, load, prefetch
 from kvpool.worker.tiers.base import TierError, Trouble
 
 if TYPE_CHECKING:
@@ -143,6 +144,12 @@ class Read:
                 self.codes[i] = miss_code(cause)
         always = self.verify or self._needs_range_sum
         todo = [i for i in range(later_from) if self.codes[i] == _INLINE and (always or not in_dram[i])]
+        if self.spec.read_policy is ReadPolicy.BEST_EFFORT and not all(in_dram[i] for i in todo):
+            for i in todo:
+                if not in_dram[i]:
+                    self.codes[i] = miss_code(MissCause.TIMEOUT)
+            prefetch(node, self.spec, batch, self.tiers)
+            todo = [i for i in todo if in_dram[i]]
         if not todo:
             self._answer()
             return
@@ -158,7 +165,10 @@ class Read:
         self._jobs = len(stripes)
         self._unready = set(todo)
         loop, left = self.connection.loop, self.request.deadline - time.monotonic()
-        self._timer = loop.at(self.request.deadline - min(MARGIN * max(0.0, left), MARGIN_S_MAX), self._time_up)
+        until = self.request.deadline - min(MARGIN * max(0.0, left), MARGIN_S_MAX)
+        if self.spec.read_policy is ReadPolicy.TIMEOUT:
+            until = min(until, time.monotonic() + self.spec.read_timeout_ms / 1e3)
+        self._timer = loop.at(until, self._time_up)
         submit = node.submit if all(in_dram[i] for i in todo) else node.submit_io
         for stripe in stripes:
             submit(self._prepare_in_pool, stripe)

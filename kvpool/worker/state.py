@@ -33,7 +33,7 @@ import lmdb
 import xxhash
 
 from kvpool.core.hashing import HashKind
-from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.namespaces import NamespaceSpec, ReadPolicy, WritePolicy
 from kvpool.core.types import PAGE_BYTES, UID_BYTES, NamespaceUid, WorkerId
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.worker.tiers.base import TierError, Trouble
@@ -322,8 +322,11 @@ def _seq_from(uid: bytes, raw: bytes) -> int:
 def _spec_bytes(spec: NamespaceSpec) -> bytes:
     fields = dataclasses.asdict(spec)
     fields["hash"] = spec.hash.value
-    if not spec.ttl_ms:
-        del fields["ttl_ms"]  # an earlier release takes a field that it does not know for damage
+    for name, default in (
+        ("ttl_ms", 0), ("write_policy", WritePolicy.BACK), ("read_policy", ReadPolicy.WAIT), ("read_timeout_ms", 0),
+    ):  # fmt: skip
+        if fields[name] == default:
+            del fields[name]  # an earlier release takes a field that it does not know for damage
     for name in ("uid", "fingerprint", "salt"):
         fields[name] = fields[name].hex()
     return _signed(spec.uid, json.dumps(fields, sort_keys=True).encode())
@@ -335,7 +338,9 @@ def _spec_from(uid: bytes, raw: bytes) -> NamespaceSpec:
         fields = json.loads(_checked(uid, raw))
         for name in ("uid", "fingerprint", "salt"):
             fields[name] = bytes.fromhex(fields[name])
-        fields["hash"] = HashKind(fields["hash"])
+        for name, kind in (("hash", HashKind), ("write_policy", WritePolicy), ("read_policy", ReadPolicy)):
+            if name in fields:
+                fields[name] = kind(fields[name])
         known = {field.name for field in dataclasses.fields(NamespaceSpec)}
         spec = NamespaceSpec(**{name: value for name, value in fields.items() if name in known}).check()
     except (ValueError, TypeError, KeyError, KVPoolError) as error:
