@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvpool.core.pins import PINS_MAX, PinLevel
-from kvpool.core.retention import NEVER_MS, PRIORITY_DEFAULT, Expiries, Keep, Shelves, life_ms, unpack_hint
+from kvpool.core.retention import NEVER_MS, PRIORITY_DEFAULT, SOFT_RANK, Expiries, Keep, Shelves, life_ms, unpack_hint
 from kvpool.core.room import Leave
 from kvpool.core.types import Key, MissCause, NamespaceUid, Tiers
 
@@ -276,9 +276,10 @@ class Keeping:
     # --- room -----------------------------------------------------------------------------------------------------------
 
     def _make_room(
-        self, tier: Tiers, group: Group, need: int, *, spare_tick: int, limit: Any = NO_LIMIT
+        self, tier: Tiers, group: Group, need: int, *, spare_tick: int, limit: Any = NO_LIMIT, rank: int = SOFT_RANK
     ) -> tuple[int, list[Entry]]:
-        """As `Room.make`, in this order: low priorities, the policy's, high priorities and soft pins."""
+        """As `Room.make`, in this order: low priorities, the policy's, then high priorities and soft pins, not above `rank`,
+        and only when nothing else is left, however hot."""
         room = self._dram_room if tier is DRAM else self._ssd_room
         assert room is not None
         if not self.shelves:
@@ -289,6 +290,11 @@ class Keeping:
         evicted, dirty = room.make(group, need - n_low, now=self._tick, spare_tick=spare_tick, limit=limit)
         if n_low or evicted or dirty:
             return n_low + evicted, dirty
+        if rank <= PRIORITY_DEFAULT:
+            return 0, []
+        least: Any = NO_LIMIT
+        if limit != NO_LIMIT and room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=least):
+            return 0, []
         n_kept, dirty = self._give_up(tier, group, need, spare_tick, low=False)
         if n_kept or dirty:
             return n_kept, dirty

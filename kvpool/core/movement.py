@@ -14,7 +14,7 @@ from typing import Final
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
 from kvpool.core.copies import RESUME_PART, Copies
 from kvpool.core.policy.eviction import NO_LIMIT
-from kvpool.core.retention import Keep
+from kvpool.core.retention import PRIORITY_DEFAULT, Keep
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
@@ -133,7 +133,8 @@ class Movement(Copies):
         else:
             limit = self._coldest_in_dram(block) if self._dram_policy.by_recency else order
         while not slots:
-            evicted, _ = self._make_room(SSD, group, 1, spare_tick=block.spare_tick, limit=limit)
+            rank = PRIORITY_DEFAULT if block.keep is None else block.keep.rank
+            evicted, _ = self._make_room(SSD, group, 1, spare_tick=block.spare_tick, limit=limit, rank=rank)
             if not block.live:  # what it hangs on went
                 return None
             if not evicted or self.ssd.no_place:

@@ -258,6 +258,18 @@ def test_a_quota_on_ssd_is_kept_by_demotions() -> None:
     assert rig.table.used_bytes_of(uid_of(1)) == (2 * BLOCK, 3 * BLOCK)
 
 
+def test_a_soft_pin_on_ssd_does_not_go_for_a_demotion_of_what_is_not_pinned() -> None:
+    rig = Rig(2, 4)
+    for name in "abcdefgh":
+        rig.put_waiting(singles(name))
+    there = [name for name in "abcdefgh" if rig.has(singles(name)) == [2]]
+    assert there
+    pin(rig, singles("".join(there)), PinLevel.SOFT)
+    for name in "ijklmnopqr":
+        rig.put_waiting(singles(name))
+    assert rig.has(singles("".join(there))) == [2] * len(there)
+
+
 def test_a_kept_block_of_another_class_gives_way_last() -> None:
     rig = Rig(0, specs=[spec_of(1), spec_of(2, 2 * BLOCK)], dram_bytes=64 * BLOCK)
     put(rig, chain("a", 64))
