@@ -242,7 +242,7 @@ def corrupt(cluster: Any) -> int:
     n = 0
     with master_at(cluster.master_address, token_file=None, deadline="5s") as asked:
         spaces = asked.namespaces()
-        keys = {space.name: [bytes(key) for key, _, _ in asked.blocks(space.uid)] for space in spaces}
+        keys = {space.name: [bytes(key) for key, *_ in asked.blocks(space.uid)] for space in spaces}
     for name, layout in client.layouts().items():
         namespace = client.namespace(name, layout, hash="external")
         by_shard: dict[int, list[bytes]] = {}
