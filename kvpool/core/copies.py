@@ -32,6 +32,7 @@ from kvpool.core.block import (
 )
 from kvpool.core.gone import Gone
 from kvpool.core.keeping import Keeping
+from kvpool.core.namespaces import WritePolicy
 from kvpool.core.policy.admission import WriteBudget
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group
 from kvpool.core.room import Leave, Room
@@ -79,6 +80,7 @@ class Copies(Keeping):
         self._plan: list[Block] = []  # some of them, those that leave next last
         self._plan_from_bytes = 0  # of stored_bytes: no new plan before
         self._urgent: dict[Block, None] = {}  # dirty ones that somebody waits for
+        self._through: dict[Block, None] = {}  # dirty ones of namespaces whose blocks are written down at once
         self._ssd_actions: list[Action] = []  # SSD actions in order
         self._dram_policy = policy()
         self._dram_room = Room(
@@ -127,7 +129,7 @@ class Copies(Keeping):
             return False
         if self._must_stay(block):
             return True
-        if self.limits.second_use and not self._dram_policy.was_reused(block):
+        if self._wants_second_use(block) and not self._dram_policy.was_reused(block):
             return False
         order = self._dram_policy.order_of(block)
         if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
@@ -139,8 +141,12 @@ class Copies(Keeping):
         could = self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
         return could or self.ssd.has_room(uid, size)
 
+    def _wants_second_use(self, block: Block) -> bool:
+        """Whether the SSD tier takes it only once it was used again."""
+        return self.limits.second_use or block.space.spec.write_policy is WritePolicy.SELECTIVE
+
     def _must_stay(self, block: Block) -> bool:
-        """What is below it in its chain is on SSD, so it should be. (Not in an extent that is emptied: that goes with it then.)"""
+        """What is below it in its chain is on SSD, so it should be. (Not in an extent that is emptied: that goes with it.)"""
         if block.kid is None or block.n_dram_kids:
             return False
         return not (self._dram_room.emptying and self._dram_room.is_emptying(block))
@@ -382,6 +388,8 @@ class Copies(Keeping):
             block.dirty = True
             self.dirty_bytes += block.size
             self._dirty[block] = None
+            if block.space.spec.write_policy is WritePolicy.THROUGH:
+                self._through[block] = None
 
     def _undirty(self, block: Block) -> None:
         block.dirty = False
@@ -389,6 +397,7 @@ class Copies(Keeping):
         self._dirty.pop(block, None)
         self._urgent.pop(block, None)
         self._soon.pop(block, None)
+        self._through.pop(block, None)
 
     def _dram_slots(
         self, blocks: Sequence[Block], group: Group, *, tick: int, limit: float = NO_LIMIT

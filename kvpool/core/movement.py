@@ -34,7 +34,7 @@ class Movement(Copies):
         while that would only displace other copies of what is in DRAM (an SSD tier that is small beside it)."""
         if self.ssd is None or not self.ssd_writable:
             return False
-        if self._urgent or self._soon:
+        if self._urgent or self._soon or self._through:
             return True
         dirty_bytes = self.dirty_bytes - self._demoting_bytes
         may = (
@@ -79,7 +79,7 @@ class Movement(Copies):
         found: list[Block] = []
         taken = 0
         while self._wants_cleaning():
-            asked = self._urgent or self._soon
+            asked = self._urgent or self._soon or self._through
             ahead = not asked
             if asked or self._dram_policy.by_recency:
                 block = next(iter(asked or self._dirty))
@@ -94,6 +94,7 @@ class Movement(Copies):
                 block.spare_tick = self._dram_policy.tick_of(block)
             self._urgent.pop(block, None)
             self._soon.pop(block, None)
+            self._through.pop(block, None)
             if block not in self._dirty:  # it is being written already, or was refused
                 continue
             del self._dirty[block]
@@ -113,7 +114,7 @@ class Movement(Copies):
         assert block.demoting, "not a block of clean_candidates"
         if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
             return None
-        if not self._budget.allows() or (self.limits.second_use and not self._ssd_wants(block, block.spare_tick)):
+        if not self._budget.allows() or (self._wants_second_use(block) and not self._ssd_wants(block, block.spare_tick)):
             block.refused = True  # until it is used again
             return None
         if block.size > self.ssd.largest_size():
