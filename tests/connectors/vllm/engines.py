@@ -258,8 +258,8 @@ def corrupt(cluster: Any) -> int:
                 blocks.append(bytes(out[: got.sizes[0]]))
             for one, right in zip(hashes, blocks, strict=True):
                 key, half = PrefixHashes(one, chained=False), len(right) // 2
-                namespace.remove(key, shard=shard)
-                assert namespace.put(key, [right[half:] + right[:half]], shard=shard).n_there == 1
+                namespace.remove(key, shard=shard, deadline_ms=CORRUPT_MS)
+                assert namespace.put(key, [right[half:] + right[:half]], shard=shard, deadline_ms=CORRUPT_MS).n_there == 1
                 n += 1
     return n
 
