@@ -27,7 +27,7 @@ class Learned:
 
     def __init__(self, directory: Path, *, speed: float = 1.0) -> None:
         """Reads what an earlier process saved."""
-        self.policy = Hazard(speed=speed)
+        self.policy = Hazard(speed=speed, may_refuse=False)  # (what was put just now is often read by another engine at once)
         self._path = directory / FILE_NAME
         self._due_s = time.monotonic() + SAVE_S
         self._version = 0

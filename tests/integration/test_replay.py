@@ -228,7 +228,8 @@ def test_smoke_trace_in_300_blocks(tmp_path: Path) -> None:
 def test_smoke_trace_with_the_learned_policy_is_the_same_in_both_engines(tmp_path: Path) -> None:
     trace = shared_trace("smoke", tmp_path)
     size = ("--block-bytes", "16KiB", "--dram", str(300 * BLOCK))
-    real = replay(trace, "--workers", "1", "--clients", "1", *size, "--policy", "hazard")
+    speed = ("--speed", "300")  # the policy learns times between uses: of the trace, not of how fast this machine is
+    real = replay(trace, "--workers", "1", "--clients", "1", *size, "--policy", "hazard", *speed)
     sim = simulated(trace, *size, "--policy", "hazard")
     assert real["hit_rate"] == pytest.approx(sim["hit_rate"], abs=0.01)
     assert sim["of_optimum"] >= 0.99

@@ -63,8 +63,10 @@ _CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 class Hazard:
     """The learned policy of one worker, all tiers. Not thread-safe: under the owner's lock."""
 
-    def __init__(self, *, speed: float = 1.0) -> None:
-        """speed: seconds of its clock in a second of `at` (a trace that is replayed faster than it was)."""
+    def __init__(self, *, speed: float = 1.0, may_refuse: bool = True) -> None:
+        """speed: seconds of its clock in a second of `at` (a trace that is replayed faster than it was). may_refuse: new blocks
+        that are worth less than all that is here are not stored."""
+        self.may_refuse = may_refuse
         self._speed = speed
         self.table = LifeTable()
         self.history = History()
@@ -129,6 +131,8 @@ class Hazard:
             else:
                 if not block.up and i:
                     link(block, blocks[i - 1])
+                    if block.up is not None and block.up.run is not None:
+                        self.consider(block.up.run)  # (it has a child now)
                 at = run.index(block)
                 k = common(run.members, at, blocks, i)
                 if run.tick != tick:
@@ -205,9 +209,13 @@ class Hazard:
 
     def refused(self, blocks: list[Block], tick: int) -> None:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
+        request = self._request(tick)
+        if fingerprint(blocks[0].key) in request.refused:  # asked again
+            return
+        request.refused.update(fingerprint(block.key) for block in blocks)
         for block in blocks:
             block.where = IN_DRAM
-        self._stored_chain(blocks, self._request(tick))
+        self._stored_chain(blocks, request)
         for block in reversed(blocks):
             block.where = 0
             if block.run is not None:
