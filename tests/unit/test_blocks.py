@@ -1084,6 +1084,5 @@ def test_order_of_eviction_is_exact_however_old_what_comes_is() -> None:
         lru.check()
         coldest = lru.coldest(group, len(spot))
         assert [spot[entry] for entry in coldest] == sorted(spot.values())
-        order = lru.order_of(coldest[100])
         behind = [at for at in spot.values() if at[0] == spot[coldest[100]][0] and at < spot[coldest[100]]]
         assert sorted(spot[entry] for entry in lru.behind(group, *lru.place_of(coldest[100]))) == sorted(behind)

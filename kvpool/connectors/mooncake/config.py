@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from kvpool.core.pins import PIN_TTL_S_MAX
 
 log = logging.getLogger("kvpool.mooncake")
 
@@ -88,13 +91,14 @@ _WITHOUT_COUNTERPART: Final = {
     "replica_num": "copies are set for the whole namespace (kvpool ns create --replicas), not for an object",
     "nof_replica_num": "there is no NVMe-oF tier",
     "dfs_replica_num": "there is no DFS tier",
-    "soft_pin_action": "objects are not pinned; what is not read is evicted first",
-    "with_hard_pin": "objects are not pinned; what is not read is evicted first",
     "preferred_segment": "workers own the memory: a put goes to the worker of this host where it has room",
     "preferred_segments": "workers own the memory: a put goes to the worker of this host where it has room",
     "preferred_nof_segments": "there is no NVMe-oF tier",
     "group_ids": "objects of a group are evicted one by one",
 }
+
+SOFT_PIN_TTL_MS: Final = 30 * 60 * 1000  # Mooncake's default and its limit
+SOFT_PIN_TTL_MS_MAX: Final = 24 * 3600 * 1000
 
 _said: set[str] = set()
 _said_lock = threading.Lock()
@@ -107,6 +111,26 @@ def say_once(name: str, text: str, *arguments: Any) -> None:
             return
         _said.add(name)
     log.warning(text, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class PinWish:
+    """What a put does to its keys' pins. `level` "": ends them."""
+
+    level: Literal["", "soft", "hard"]
+    ttl_s: float = 0.0
+
+
+def pin_wish(config: ReplicateConfig | None) -> PinWish | None:
+    """None: pins stay as they are. A hard pin has no end in Mooncake; here it has the latest one that there is."""
+    if config is None:
+        return None
+    if config.with_hard_pin:
+        return PinWish("hard", PIN_TTL_S_MAX)
+    if config.soft_pin_action is SoftPinAction.ENABLE:
+        ttl_ms = SOFT_PIN_TTL_MS if config.soft_pin_ttl_ms is None else config.soft_pin_ttl_ms
+        return PinWish("soft", max(1, min(ttl_ms, SOFT_PIN_TTL_MS_MAX)) / 1000)
+    return PinWish("") if config.soft_pin_action is SoftPinAction.DISABLE else None
 
 
 def check_config(config: object, n_keys: int) -> bool:

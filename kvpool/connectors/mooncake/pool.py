@@ -14,7 +14,7 @@ from typing import Final
 from kvpool.client.client import Client, connect
 from kvpool.client.keyed import KeyedHold
 from kvpool.connectors.mooncake.codes import INVALID_PARAMS, OBJECT_NOT_FOUND, OK, RPC_FAIL, code_of
-from kvpool.connectors.mooncake.config import log, say_once
+from kvpool.connectors.mooncake.config import PinWish, log, say_once
 from kvpool.connectors.mooncake.memory import STAGING_BYTES_MAX, BufferHandle, Staging, gather, joined, scatter, view_of
 from kvpool.connectors.mooncake.names import NAME_BYTES_MAX, Names, digest_of, is_value
 from kvpool.core.fetch import CALL_MS, Candidates, transfer_ms
@@ -108,8 +108,9 @@ class Pool:
 
     # --- puts -----------------------------------------------------------------------------------------------------------
 
-    def put(self, keys: Sequence[str], values: Sequence[Sequence[memoryview] | Pieces], *, replace: bool = False) -> list[int]:
-        """A code each. A value: views of its parts, or pointers and sizes of them."""
+    def put(self, keys: Sequence[str], values: Sequence[Sequence[memoryview] | Pieces], *, replace: bool = False,
+            pins: PinWish | None = None) -> list[int]:  # fmt: skip
+        """A code each. A value: views of its parts, or pointers and sizes of them. `pins`: of the keys that are there then."""
         codes = [OK] * len(keys)
         good: list[int] = []
         sizes: list[int] = []
@@ -124,12 +125,29 @@ class Pool:
             part = good[start:stop]
             try:
                 done = self._put_part([keys[i] for i in part], [values[i] for i in part], sizes[start:stop], replace=replace)
+                if pins is not None:
+                    self._pin([keys[i] for i, code in zip(part, done, strict=True) if code == OK], pins)
             except (KVPoolError, LinkError) as error:
                 log.warning("put: %s", error)
                 done = [RPC_FAIL] * len(part)
             for index, code in zip(part, done, strict=True):
                 codes[index] = code
         return codes
+
+    def _pin(self, keys: Sequence[str], pins: PinWish) -> None:
+        """A pin that cannot be made does not undo the put: the object is there, and may be evicted."""
+        if not keys:
+            return
+        hashes = hashes_of([digest_of(key) for key in keys])
+        try:
+            if not pins.level:
+                self.namespace.unpin(hashes)
+                return
+            done = self.namespace.pin(hashes, level=pins.level, ttl_s=pins.ttl_s)
+            if any(outcome.value == "refused" for outcome in done.outcomes):
+                say_once("pin refused", "hard pins have a quarter of a tier at most: further ones are evicted last")
+        except (KVPoolError, LinkError) as error:
+            say_once("pin", "objects could not be pinned (said once): %s", error)
 
     def _put_part(self, keys: list[str], values: list[Sequence[memoryview] | Pieces], sizes: list[int], *,
                   replace: bool) -> list[int]:  # fmt: skip

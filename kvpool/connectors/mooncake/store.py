@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvpool.connectors.mooncake.codes import INVALID_PARAMS, OBJECT_NOT_FOUND, OK, RPC_FAIL
-from kvpool.connectors.mooncake.config import ReplicateConfig, check_config, log, say_once
+from kvpool.connectors.mooncake.config import PinWish, ReplicateConfig, check_config, log, pin_wish, say_once
 from kvpool.connectors.mooncake.memory import BufferHandle, view_of
 from kvpool.connectors.mooncake.pool import Pieces, Pool, check_pieces, flat
 from kvpool.connectors.mooncake.replicas import ReplicaDescriptor, descriptors_of
@@ -266,17 +266,19 @@ class MooncakeDistributedStore:
         values: list[Pieces] = [(pointers[i], sizes[i]) for i in picked]
         if not check_config(config, len(keys)):
             return codes
-        for i, code in zip(picked, self._put([keys[i] for i in picked], values, None, replace=replace), strict=True):
+        done = self._put([keys[i] for i in picked], values, None, replace=replace, pins=pin_wish(config))
+        for i, code in zip(picked, done, strict=True):
             codes[i] = code
         return codes
 
     def _put(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig | None, *,
-             replace: bool = False) -> list[int]:  # fmt: skip
+             replace: bool = False, pins: PinWish | None = None) -> list[int]:  # fmt: skip
         keys = _names(keys)
+        pins = pins or pin_wish(config)
         if not check_config(config, len(keys)):
             return [INVALID_PARAMS] * len(keys)
         closed = [INVALID_PARAMS] * len(keys)
-        return self._run(lambda pool: pool.put(keys, values, replace=replace), [RPC_FAIL] * len(keys), closed=closed)
+        return self._run(lambda pool: pool.put(keys, values, replace=replace, pins=pins), [RPC_FAIL] * len(keys), closed=closed)
 
     # --- gets -----------------------------------------------------------------------------------------------------------
 
