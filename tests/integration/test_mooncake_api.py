@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvpool.connectors import mooncake
-from kvpool.connectors.mooncake import MooncakeDistributedStore, ReplicateConfig
+from kvpool.connectors.mooncake import MooncakeDistributedStore, ReplicateConfig, SoftPinAction
 from kvpool.connectors.mooncake import pool as pool_module
 from tests.support.cluster import Cluster
 from tests.support.mooncake import shim_env
@@ -323,6 +323,26 @@ def test_close_ends_calls_under_way_and_none_crashes(cluster: Cluster) -> None:
     assert store.batch_is_exist(["a"]) == [0] and store.get("a") == b"" and store.put("a", b"x") == -600
 
 
+# --- pins -------------------------------------------------------------------------------------------------------------------
+
+
+def test_pins_of_objects_are_the_pools_and_outlive_pressure(make_cluster: Callable[..., Cluster]) -> None:
+    cluster = make_cluster(dram="16MiB")
+    store = MooncakeDistributedStore()
+    assert store.setup("h", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", cluster.master_address) == 0
+    value = bytes(MIB // 2)
+    hard, soft, plain, off = (ReplicateConfig() for _ in range(4))
+    hard.with_hard_pin, soft.soft_pin_action, off.soft_pin_action = True, SoftPinAction.ENABLE, SoftPinAction.DISABLE
+    soft.soft_pin_ttl_ms = 3_600_000
+    for key, config in (("hard", hard), ("soft", soft), ("was soft", soft), ("plain", plain)):
+        assert store.put(key, value, config) == 0
+    assert store.put("was soft", value, off) == 0  # (there already: its pin ends)
+    for number in range(64):
+        assert store.put(f"other {number}", value) == 0
+    assert store.batch_is_exist(["hard", "soft", "was soft", "plain"]) == [1, 1, 0, 0]
+    assert store.close() == 0
+
+
 # --- what has no counterpart ------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +358,7 @@ def test_what_has_no_counterpart_is_said_once(cluster: Cluster, caplog: pytest.L
         for key in ("a", "b"):
             assert store.put(key, b"x", config) == 0
     said = [record.getMessage() for record in caplog.records]
-    for word in ("global_segment_size", "rdma", "enable_ssd_offload", "with_hard_pin", "preferred_segment", "group_ids"):
+    for word in ("global_segment_size", "rdma", "enable_ssd_offload", "preferred_segment", "group_ids"):
         assert sum(word in line for line in said) == 1, said
     assert store.close() == 0
 
