@@ -14,7 +14,7 @@ from tests.support.mooncake import REAL_VENV, SECTIONS, contract_on_kvpool, cont
 Ask = Callable[[Sequence[str]], dict[str, Any]]
 
 
-# Real Mooncake takes part where it was set up (`make setup-mooncake`, which `make setup-engines` does).
+# Real Mooncake takes part where it was set up (`make setup-mooncake`).
 SIDES = ["kvpool", "mooncake"] if (REAL_VENV / "bin" / "python").exists() else ["kvpool"]
 
 
