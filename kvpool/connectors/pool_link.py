@@ -223,7 +223,7 @@ class PoolLink:
             if now - self._said.get(kind, -LOG_EVERY_S) < LOG_EVERY_S:
                 return
             self._said[kind] = now
-        self.log.warning(message, *args)
+        self.log.warning(message, *(str(one) if isinstance(one, BaseException) else one for one in args))  # (no frames are kept)
 
     def close(self) -> None:
         """Ends the client and its threads. Calls under way end with their default. Idempotent."""

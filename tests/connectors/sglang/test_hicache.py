@@ -270,7 +270,7 @@ def test_pages_are_served_while_the_master_is_dead(make_cluster: MakeCluster, en
         engine.clear()
     cluster.start_master()
     wait_until(lambda: engine.batch_set_v1(longer, real.indices(pool, range(6))) == [True] * 6, timeout_s=20)
-    assert engine.batch_exists(longer) == 6
+    wait_until(lambda: engine.batch_exists(longer) == 6, timeout_s=20, what="the new master's index is known")
 
 
 def test_a_pool_that_is_absent_at_start_is_used_when_it_comes(make_cluster: MakeCluster, engines: Engines) -> None:
