@@ -36,9 +36,10 @@ from kvpool.core.holding import Holding
 from kvpool.core.keys import KeyBatch, split_keys
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group, Lru
+from kvpool.core.quota import shares
 from kvpool.core.room import Leave
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
-from kvpool.core.types import HASH_BYTES, BlockCode, Key, MissCause, NamespaceUid
+from kvpool.core.types import HASH_BYTES, BlockCode, Key, MissCause, NamespaceUid, WorkerId
 
 __all__ = [
     "Action", "Block", "BlockTable", "CloseArena", "Held", "Limits", "Pinned", "PopulateExtent", "PunchExtent", "Reserved",
@@ -84,7 +85,11 @@ class BlockTable(Holding):
         if self.ssd is not None:
             self.ssd.open_arena(spec.uid, largest_bytes=spec.block_bytes)
         group = self._dram_policy.group((spec.uid, self.dram.slot_bytes(spec.uid, spec.block_bytes)))
-        self.spaces[spec.uid] = Space(spec, self.dram, self._generation, group)
+        self.spaces[spec.uid] = space = Space(spec, self.dram, self._generation, group)
+        if spec.quota_bytes:  # until the master tells this worker's part, all of it is the bound
+            mine = WorkerId("")
+            sizes = {mine: (self.dram.capacity_bytes, 0 if self.ssd is None else self.ssd.capacity_bytes)}
+            space.share = shares(spec.quota_bytes, unit=1 if spec.variable else spec.block_bytes, capacities=sizes)[mine]
 
     def close_namespace(self, uid: NamespaceUid) -> int:
         """Deleted: its blocks are gone at once. -> how many. `CloseArena` comes when the last pin or hold on them goes; a uid

@@ -22,7 +22,8 @@ UID = NamespaceUid(bytes(range(16)))
 
 
 def spec(**changes: Any) -> NamespaceSpec:
-    made = NamespaceSpec.of("chat", LAYOUT, uid=UID, hash="xxh3_128", salt=b"s", replicas=2, quota_bytes=1 << 40, ttl_s=60)
+    made = NamespaceSpec.of("chat", LAYOUT, uid=UID, hash="xxh3_128", salt=b"s", replicas=2, quota_bytes=1 << 40, ttl_s=60,
+                             write_policy="through", read_policy="timeout", read_timeout_ms=5)  # fmt: skip
     return dataclasses.replace(made, removal_seq=7, **changes)
 
 
