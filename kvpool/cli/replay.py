@@ -39,7 +39,7 @@ def replay(
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
     policy: Annotated[
         str, typer.Option("--policy", metavar="P", help="hazard or lru; with --engine sim also arc, lru2, s3fifo.")
-    ] = "hazard",
+    ] = "lru",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     data_dir: DataDir = None,
     json: JsonOption = False,

@@ -10,7 +10,6 @@ from kvpool.core.policy.hazard import Hazard
 from kvpool.errors import InvalidArgument
 
 POLICIES: Final = ("hazard", "lru")
-DEFAULT: Final = "hazard"
 
 
 def policy_of(name: str, *, learned: Hazard | None = None) -> Callable[[], EvictionPolicy]:
