@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
     from kvpool.cli.pool import Pool
 
-POLICIES = ("hazard", "lru")  # of workers; the sim engine knows the textbook's too
-SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
+POLICIES = ("lru",)  # of workers
+SIM_POLICIES = (*POLICIES, "hazard", "arc", "lru2", "s3fifo")  # hazard: learned from use
 ENGINES = ("real", "sim")
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
 
@@ -38,7 +38,7 @@ def replay(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
     policy: Annotated[
-        str, typer.Option("--policy", metavar="P", help="hazard or lru; with --engine sim also arc, lru2, s3fifo.")
+        str, typer.Option("--policy", metavar="P", help="lru; with --engine sim also hazard (learned), arc, lru2, s3fifo.")
     ] = "lru",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     data_dir: DataDir = None,

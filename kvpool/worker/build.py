@@ -57,7 +57,7 @@ def build_node(settings: WorkerSettings) -> Node:
         dram = DramTier(capacity_bytes=settings.dram, arena_bytes=slots.arena_bytes, gen_words=slots.gen_words)
         undo.callback(dram.close)
         reporter = Reporter()
-        learned = Learned(settings.data_dir, speed=settings.policy_speed) if settings.policy == "hazard" else None
+        learned = Learned(settings.data_dir, speed=settings.policy_speed) if settings.policy != "lru" else None
         table = BlockTable(
             dram=slots,
             ssd=None if place is None else _ssd_slots(place.size_bytes),

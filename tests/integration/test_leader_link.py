@@ -94,7 +94,7 @@ def test_an_answer_of_a_past_epoch_is_not_used(make: Callable[[], Scripted], lin
     link = linked(a.address, b.address)
     assert call(link).epoch == 5
     a.epoch, b.epoch = 0, 4
-    with pytest.raises(MasterUnavailable, match="epoch 4"):
+    with pytest.raises(MasterUnavailable, match=r"epoch 4|no answer"):  # (which of the two was asked last is chance)
         call(link, seconds=2.0)
     assert b.n_calls > 0 and link.ask("Describe", DESCRIBE, deadline=time.monotonic() + 1) is None
     b.epoch = 6

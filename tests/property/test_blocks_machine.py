@@ -260,14 +260,6 @@ TestBlocks.settings = settings(
 )
 
 
-class LearnedBlocksMachine(BlocksMachine):
-    policy = "hazard"
-
-
-TestLearnedBlocks = LearnedBlocksMachine.TestCase
-TestLearnedBlocks.settings = TestBlocks.settings
-
-
 class ChainsMachine(RuleBasedStateMachine):
     """Chains that are put and used as a whole: whatever the two tiers lose, a prefix of each is left over both together, also
     where several namespaces hand extents to each other."""
@@ -343,11 +335,3 @@ TestChains = ChainsMachine.TestCase
 TestChains.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-class LearnedChainsMachine(ChainsMachine):
-    policy = "hazard"
-
-
-TestLearnedChains = LearnedChainsMachine.TestCase
-TestLearnedChains.settings = TestChains.settings

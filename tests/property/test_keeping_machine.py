@@ -105,12 +105,7 @@ class KeepingMachine(BlocksMachine):
                 self.used[uid, tier] = n_bytes
 
 
-class LearnedMachine(KeepingMachine):
-    policy = "hazard"
-
-
-TestKeeping, TestKeepingLearned = KeepingMachine.TestCase, LearnedMachine.TestCase
-for case in (TestKeeping, TestKeepingLearned):
-    case.settings = settings(
-        max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+TestKeeping = KeepingMachine.TestCase
+TestKeeping.settings = settings(
+    max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
