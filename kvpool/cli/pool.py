@@ -41,8 +41,6 @@ class PoolPlan:
     data_dir: Path
     ssd_dir: Path | None = None
     ssd_bytes: int = 0
-    policy: str = ""
-    policy_speed: float = 1.0
     port: int = 0
     http_port: int = 0
     host: str = DEFAULT_HOST
@@ -62,7 +60,6 @@ class PoolPlan:
         """Command line of worker `index`."""
         args = ["worker", "--master", master, "--dram", str(self.dram_bytes), "--port", "0", "--http-port", "0"]
         args += ["--data-dir", str(self.data_dir / f"worker-{index}"), *self._common()]
-        args += ["--policy", self.policy] if self.policy else []
         if self.ssd_dir is not None:
             args += ["--ssd", f"{self.ssd_dir / f'worker-{index}'}:{self.ssd_bytes}"]
         return args
@@ -224,8 +221,6 @@ class Pool:
     def _role(self, name: str, args: list[str]) -> RoleProcess:
         env = {}  # no flag for this one; the default leaves a config file its say
         if self.plan.http_host != DEFAULT_HOST:
-            if self.plan.policy_speed != 1.0:
-                env["KVPOOL_WORKER__POLICY_SPEED"] = str(self.plan.policy_speed)
             env[f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST"] = self.plan.http_host
         log = None if self._logs is None else self._logs / f"{name}.log"
         return RoleProcess(name, args, env=env, log=log)

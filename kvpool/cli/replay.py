@@ -84,8 +84,6 @@ def replay(
             ssd_dir=home / "ssd" if ssd_bytes else None,
             ssd_bytes=ssd_bytes,
             drain_timeout_ms=DRAIN_TIMEOUT_MS,
-            policy=policy,
-            policy_speed=speed or 1.0,
         )
         with running(plan) as pool, progress(len(requests), words="replaying") as on_done:
             tally = drive(
