@@ -15,7 +15,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -91,6 +93,7 @@ class RoleProcess:
         command = [sys.executable, "-m", "kvpool.cli", *self.args, "--parent-pid", str(os.getpid())]
         with contextlib.ExitStack() as stack:
             stderr: IO[bytes] | None = None if self._log is None else stack.enter_context(self._log.open("ab"))
+            stack.enter_context(_uninterrupted())  # else a process that has just begun would be known to nobody
             self._popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -224,6 +227,26 @@ class Pool:
             env[f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST"] = self.plan.http_host
         log = None if self._logs is None else self._logs / f"{name}.log"
         return RoleProcess(name, args, env=env, log=log)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT and SIGTERM that would raise in the main thread do so afterwards."""
+    came: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
+    for one in came:
+        signal.raise_signal(one)
 
 
 def wait_ready(role: RoleProcess, *, deadline: float) -> None:

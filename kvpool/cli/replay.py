@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
     from kvpool.cli.pool import Pool
 
-REMOVE_S = 3.0  # for a temporary directory to go
 POLICIES = ("lru",)  # of workers
 SIM_POLICIES = (*POLICIES, "hazard", "arc", "lru2", "s3fifo")  # hazard: learned from use
 ENGINES = ("real", "sim")
@@ -128,11 +126,7 @@ def directory(kept: Path | None) -> Iterator[Path]:
     try:
         yield made
     finally:
-        until = time.monotonic() + REMOVE_S
-        while made.exists() and time.monotonic() < until:  # (a role that was just being started may still make a file)
-            shutil.rmtree(made, ignore_errors=True)
-            if made.exists():
-                time.sleep(0.05)
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextmanager
