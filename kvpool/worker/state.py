@@ -280,13 +280,16 @@ def _child_trouble(path: Path) -> str:
 
 
 def _content_trouble(env: Any, namespaces: Any, applied: Any) -> str:
-    """Reads every entry. A damaged one means that the file is not to be trusted at all."""
+    """Reads every entry, and looks each up. A damaged one means that the file is not to be trusted at all; one that is there and
+    cannot be looked up, that the tree above it is damaged: what is written next would lie in a second place."""
+    readers: tuple[tuple[Any, Callable[[bytes, bytes], object]], ...] = ((namespaces, _spec_from), (applied, _seq_from))
     try:
         with env.begin() as txn:
-            for uid, raw in txn.cursor(db=namespaces):
-                _spec_from(bytes(uid), bytes(raw))
-            for uid, raw in txn.cursor(db=applied):
-                _seq_from(bytes(uid), bytes(raw))
+            for db, read in readers:
+                for uid, raw in txn.cursor(db=db):
+                    read(bytes(uid), bytes(raw))
+                    if txn.get(bytes(uid), db=db) != raw:
+                        raise _BadEntry(f"entry {uid.hex()} is not where it is looked for")
     except (lmdb.Error, _BadEntry) as error:
         return f"damaged entry: {error}"
     return ""
