@@ -227,6 +227,7 @@ class BlockTable(Holding):
                     self._urgent[entry] = None
                     entry.spare_tick = tick
         must_wait = short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
+        self._waits(tick, must_wait)
         if short and chained and not must_wait:
             self._dram_policy.refused([block for block in fresh if block.dram is None], tick)
         return must_wait

@@ -39,6 +39,7 @@ from kvpool.core.room import Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
+WAITING_MAX: Final = 16  # puts whose blocks are kept while they wait for room
 RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, once it displaced copies of what is in DRAM
 
 COUNTERS: Final = (
@@ -76,10 +77,11 @@ class Copies(Keeping):
         self._tick = 0
         self._ahead_from_bytes = 0  # of stored_bytes: no writing ahead before
         self._dirty: OrderedDict[Block, None] = OrderedDict()  # least recently used first
-        self._soon: dict[Block, None] = {}  # some of them, set aside until they are written down
+        self._soon: OrderedDict[Block, None] = OrderedDict()  # some of them, set aside until they are written down
         self._plan: list[Block] = []  # some of them, those that leave next last
         self._plan_from_bytes = 0  # of stored_bytes: no new plan before
         self._urgent: dict[Block, None] = {}  # dirty ones that somebody waits for
+        self._waiting: dict[int, None] = {}  # ticks of puts that wait for room, perhaps of some that gave up
         self._through: dict[Block, None] = {}  # dirty ones of namespaces whose blocks are written down at once
         self._ssd_actions: list[Action] = []  # SSD actions in order
         self._dram_policy = policy()
@@ -94,6 +96,7 @@ class Copies(Keeping):
             slot_of=_dram_slot,
             survives=self._survives_in_ssd,
             orphaned=self._drop_orphans,
+            waiting=self._waiting,
         )
         self._ssd_policy: EvictionPolicy | None = None
         self._ssd_room: Room | None = None
@@ -110,6 +113,7 @@ class Copies(Keeping):
                 slot_of=_ssd_slot,
                 survives=self._survives_in_dram,
                 orphaned=self._drop_orphans,
+                waiting=self._waiting,
             )
 
     # --- what the rooms ask ---------------------------------------------------------------------------------------------
@@ -145,6 +149,14 @@ class Copies(Keeping):
         """Whether the SSD tier takes it only once it was used again."""
         return self.limits.second_use or block.space.spec.write_policy is WritePolicy.SELECTIVE
 
+    def _waits(self, tick: int, must_wait: bool) -> None:
+        """The put of this tick waits for room from now on, or does not."""
+        self._waiting.pop(tick, None)
+        if must_wait:
+            self._waiting[tick] = None
+            if len(self._waiting) > WAITING_MAX:
+                del self._waiting[next(iter(self._waiting))]
+
     def _must_stay(self, block: Block) -> bool:
         """What is below it in its chain is on SSD, so it should be. (Not in an extent that is emptied: that goes with it.)"""
         if block.kid is None or block.n_dram_kids:
@@ -170,17 +182,19 @@ class Copies(Keeping):
 
     def _set_aside(self, entries: Sequence[Entry]) -> None:
         """The first is dirty and should leave DRAM: it is written down soon and passed over until then. With it those above."""
+        first = entries[0]
+        assert isinstance(first, Block)
+        if first in self._soon:  # (it was one of those above)
+            self._soon.move_to_end(first, last=False)
         for entry in entries:
             assert isinstance(entry, Block)
             if entry.dirty and not entry.demoting:
                 self._soon[entry] = None
-        first = entries[0]
-        assert isinstance(first, Block)
         self._park_dram(first)
 
     def _none_aside(self) -> None:
         """The SSD tier takes nothing now: those set aside may leave without it."""
-        soon, self._soon = self._soon, {}
+        soon, self._soon = self._soon, OrderedDict()
         for block in soon:
             if block.on_idle and not block.pins and not block.held_dram and not block.held_ssd:
                 self._settle(block)

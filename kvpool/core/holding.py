@@ -107,7 +107,7 @@ class Holding(Movement):
                 if block is not None and block.dirty:
                     if block in dirty:
                         dirty.move_to_end(block)
-                    elif block.refused and not block.demoting:  # it is worth another try
+                    elif block.refused and not block.demoting and block.spare_tick != tick:  # used anew: worth another try
                         block.refused = False
                         dirty[block] = None
 

@@ -10,7 +10,7 @@ asking class has nothing to give up, or its coldest is much younger than the oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
@@ -41,16 +41,17 @@ class Room:
         self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry, int], Leave],
         evict: Callable[[Entry], None], evict_many: Callable[[Sequence[Entry]], None], park: Callable[[Entry], None],
         set_aside: Callable[[Sequence[Entry]], None], slot_of: Callable[[Entry], Slot], survives: Callable[[Entry, int], bool],
-        orphaned: Callable[[NamespaceUid, dict[int, int]], None],
+        orphaned: Callable[[NamespaceUid, dict[int, int]], None], waiting: Mapping[int, None],
     ) -> None:  # fmt: skip
         """`may_leave(entry, spare_tick)`. `evict_many`: of what `policy.victims` gave, from its first on. `set_aside`: the first
         of these must be cleaned, and is no victim until then (where a policy is not by recency: a put waits for no write while
         there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there when the entry leaves this
         tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these went for good, the first
-        in order of each tick: what is behind them in a chain is not to be reached any more."""
+        in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`: ticks of puts that wait for
+        room; nothing of them is lost."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
-        self._set_aside, self._survives, self._orphaned = set_aside, survives, orphaned
+        self._set_aside, self._survives, self._orphaned, self._waiting = set_aside, survives, orphaned, waiting
         self._turn = 0
         self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
@@ -89,7 +90,7 @@ class Room:
             self._park(entry)
             entry = policy.victim(group)
         if entry is not None:
-            if policy.order_of(entry) > limit and policy.tick_of(entry) != spare_tick:
+            if policy.order_of(entry) > limit and not self._is_spared(policy.tick_of(entry), spare_tick):
                 return True
             if self._survives(entry, spare_tick):
                 return True
@@ -97,6 +98,9 @@ class Room:
         if donor is not None and self._tail(donor) > limit:
             return True
         return any(self._tail(other) > limit for other in policy.groups() if other is not group)
+
+    def _is_spared(self, tick: int, spare_tick: int) -> bool:
+        return tick == spare_tick or tick in self._waiting
 
     def is_emptying(self, entry: Entry) -> bool:
         """Whether its slot is in the extent whose blocks are written down to empty it."""
@@ -114,7 +118,7 @@ class Room:
             entry = entries[0]
             leave = self._may_leave(entry, spare_tick)
             if leave is Leave.YES and not self._survives(entry, spare_tick):  # (a dirty one would be written down)
-                if policy.tick_of(entry) == spare_tick:
+                if self._is_spared(policy.tick_of(entry), spare_tick):
                     policy.park(entry)
                     own.append(entry)
                     continue
@@ -197,7 +201,8 @@ class Room:
                 leave = self._may_leave(owner, spare_tick)
                 if leave is Leave.BUSY:
                     break
-                if self._policy.tick_of(owner) in spare and not self._survives(owner, spare_tick):
+                tick = self._policy.tick_of(owner)
+                if (tick in spare or tick in self._waiting) and not self._survives(owner, spare_tick):
                     break
                 if leave is Leave.DIRTY:
                     unclean.append(owner)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 JOIN_TICKS: Final = 256  # a later batch of a chain used so few batches ago, and
 JOIN_S: Final = 60.0  # so few seconds, is of the same request
-TIE: Final = 1e-12  # of the order, a second: of equals the one used longer ago goes first
+TIE: Final = 1e-12  # of the order, a second: of equals the one used longer ago goes first,
+DEEPER: Final = 1e-15  # a block of depth: and of one run the deeper one
 NOT_HERE: Final = 1
 
 
@@ -182,7 +183,7 @@ class HazardTier:
         run = block.run
         if run is None or not block.where & self._in:
             return NOT_HERE
-        return -brain.table.index[brain.history.key[run.no]] * (1 + TIE * run.time_s)
+        return -brain.table.index[brain.history.key[run.no]] * (1 + TIE * run.time_s - DEEPER * block.rank)
 
     def is_recent(self, tick: int, now: int, group: Group) -> bool:
         del group
