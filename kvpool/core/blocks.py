@@ -202,7 +202,7 @@ class BlockTable(Holding):
     ) -> bool:
         """Gives slots to new blocks, in order, runs of one size at a time. -> must_wait."""
         waiting: list[Entry] = []
-        short = over_quota = False
+        short = over_quota = self.over_quota = False
         start = 0
         while start < len(fresh) and not (short and chained):
             group = fresh[start].group

@@ -86,12 +86,13 @@ class Run:
 
 
 def common(members: list[Block | None], at: int, blocks: Sequence[Block | None], i: int) -> int:
-    """How many of `members` from `at` on are `blocks` from i on."""
+    """How many of `members` from `at` on are `blocks` from i on, up to a gap."""
     k = min(len(members) - at, len(blocks) - i)
-    if members[at : at + k] == blocks[i : i + k]:
-        return k
+    part = members[at : at + k]
+    if part == blocks[i : i + k]:
+        return part.index(None) if None in part else k
     n = 0
-    while n < k and members[at + n] is blocks[i + n]:
+    while n < k and part[n] is not None and part[n] is blocks[i + n]:
         n += 1
     return n
 
