@@ -146,7 +146,10 @@ def _percentiles(values_ms: Sequence[float]) -> dict[str, float]:
 class Order:
     """Hands out requests in trace order: one that shares its first id with one in flight waits for it, and all after it too."""
 
-    def __init__(self, requests: Sequence[Request], *, speed: float | None) -> None:
+    def __init__(
+        self, requests: Sequence[Request], *, speed: float | None, on_time: Callable[[float], None] = lambda _ms: None
+    ) -> None:
+        self._on_time = on_time
         self._requests = requests
         self._speed = speed
         self._next = 0
@@ -163,6 +166,7 @@ class Order:
                 wait_s = self._due_s(request)
                 if wait_s <= 0 and not (request.ids and request.ids[0] in self._in_flight):
                     self._next += 1
+                    self._on_time(request.timestamp_ms)
                     self._in_flight.update(request.ids[:1])
                     self._changed.notify_all()
                     return request
@@ -246,14 +250,15 @@ def drive(
     block_bytes: int,
     n_clients: int,
     speed: float | None = None,
+    on_time: Callable[[float], None] = lambda _ms: None,
     on_done: Callable[[Tally], None] = lambda _tally: None,
     memory_bytes: int | None = None,
 ) -> Tally:
     """Replay `requests` with `n_clients` threads, each with a client of its own made by `connect`.
 
-    `on_done` is called after each request, from its thread, with that thread's tally. A call that fails is counted as an error,
-    and the run goes on. Interrupted (KeyboardInterrupt), it ends what is under way and raises. `memory_bytes`: what the buffers
-    may take; InvalidArgument when they would need more.
+    `on_time` is told each request's time stamp (ms) before it starts. `on_done` is called after each request, from its thread,
+    with that thread's tally. A call that fails is counted as an error, and the run goes on. Interrupted (KeyboardInterrupt), it
+    ends what is under way and raises. `memory_bytes`: what the buffers may take; InvalidArgument when they would need more.
     """
     longest = max(len(request.ids) for request in requests)
     if longest > MAX_BATCH_KEYS:
@@ -275,7 +280,7 @@ def drive(
             for client in clients
         ]
         start_s = time.monotonic()
-        _run(lanes, Order(requests, speed=speed), on_done)
+        _run(lanes, Order(requests, speed=speed, on_time=on_time), on_done)
         tally = merge(lane.tally for lane in lanes)
         tally.seconds = time.monotonic() - start_s
         return tally

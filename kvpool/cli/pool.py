@@ -43,6 +43,8 @@ class PoolPlan:
     data_dir: Path
     ssd_dir: Path | None = None
     ssd_bytes: int = 0
+    policy: str = ""
+    policy_clock: Path | None = None
     port: int = 0
     http_port: int = 0
     host: str = DEFAULT_HOST
@@ -62,6 +64,7 @@ class PoolPlan:
         """Command line of worker `index`."""
         args = ["worker", "--master", master, "--dram", str(self.dram_bytes), "--port", "0", "--http-port", "0"]
         args += ["--data-dir", str(self.data_dir / f"worker-{index}"), *self._common()]
+        args += ["--policy", self.policy] if self.policy else []
         if self.ssd_dir is not None:
             args += ["--ssd", f"{self.ssd_dir / f'worker-{index}'}:{self.ssd_bytes}"]
         return args
@@ -223,6 +226,8 @@ class Pool:
 
     def _role(self, name: str, args: list[str]) -> RoleProcess:
         env = {}  # no flag for this one; the default leaves a config file its say
+        if self.plan.policy_clock is not None:
+            env["KVPOOL_WORKER__POLICY_CLOCK"] = str(self.plan.policy_clock)
         if self.plan.http_host != DEFAULT_HOST:
             env[f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST"] = self.plan.http_host
         log = None if self._logs is None else self._logs / f"{name}.log"

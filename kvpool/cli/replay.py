@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
     from kvpool.cli.pool import Pool
 
-POLICIES = ("lru",)  # of workers
-SIM_POLICIES = (*POLICIES, "hazard", "arc", "lru2", "s3fifo")  # hazard: learned from use
+POLICIES = ("hazard", "lru")  # of workers
+SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
 ENGINES = ("real", "sim")
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
 
@@ -38,8 +38,8 @@ def replay(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
     policy: Annotated[
-        str, typer.Option("--policy", metavar="P", help="lru; with --engine sim also hazard (learned), arc, lru2, s3fifo.")
-    ] = "lru",
+        str, typer.Option("--policy", metavar="P", help="hazard (learned), lru; with --engine sim also arc, lru2, s3fifo.")
+    ] = "hazard",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     data_dir: DataDir = None,
     json: JsonOption = False,
@@ -54,6 +54,7 @@ def replay(
     from kvpool.cli.drive import drive, layout_of
     from kvpool.cli.pool import PoolPlan
     from kvpool.sim.traces import load_mooncake
+    from kvpool.worker.learned import ClockFile
 
     if speed is not None and not 0 < speed < 1e9:
         raise ConfigError(f"--speed: {speed} must be above 0")
@@ -82,7 +83,10 @@ def replay(
             ssd_dir=home / "ssd" if ssd_bytes else None,
             ssd_bytes=ssd_bytes,
             drain_timeout_ms=DRAIN_TIMEOUT_MS,
+            policy=policy,
+            policy_clock=home / "clock",
         )
+        clock = ClockFile(home / "clock")
         with running(plan) as pool, progress(len(requests), words="replaying") as on_done:
             tally = drive(
                 requests,
@@ -90,6 +94,7 @@ def replay(
                 block_bytes=n_bytes,
                 n_clients=clients,
                 speed=speed,
+                on_time=clock.set,
                 on_done=on_done,
                 memory_bytes=available_memory(),
             )

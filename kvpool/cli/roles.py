@@ -20,6 +20,7 @@ DrainTimeout = Annotated[str | None, typer.Option("--drain-timeout", metavar="TI
 DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Directory of what outlives the process.")]
 MasterAddress = Annotated[str | None, typer.Option("--master", metavar="HOST:PORT", help="The master [KVPOOL_MASTER].")]
 Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Its state's home [LMDB in the data directory].")]
+EvictionPolicy = Annotated[str | None, typer.Option("--policy", metavar="P", help="What leaves next: hazard (learned), lru.")]
 ParentPid = Annotated[int | None, typer.Option("--parent-pid", hidden=True, help="End when this process, the parent, does.")]
 
 
@@ -77,6 +78,7 @@ def worker(
     master: MasterAddress = None,
     dram: Annotated[str | None, typer.Option("--dram", metavar="SIZE", help="Memory lent to the pool, e.g. 8GiB.")] = None,
     ssd: Annotated[str | None, typer.Option("--ssd", metavar="DIR:SIZE", help="Directory and bytes lent to the pool.")] = None,
+    policy: EvictionPolicy = None,
     config: ConfigFile = None,
     host: Host = None,
     port: Port = None,
@@ -98,6 +100,7 @@ def worker(
         master=master,
         dram=dram,
         ssd=ssd,
+        policy=policy,
         host=host,
         port=port,
         http_port=http_port,

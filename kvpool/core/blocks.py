@@ -202,6 +202,7 @@ class BlockTable(Holding):
     ) -> bool:
         """Gives slots to new blocks, in order, runs of one size at a time. -> must_wait."""
         waiting: list[Entry] = []
+        group = fresh[0].group
         short = over_quota = self.over_quota = False
         start = 0
         while start < len(fresh) and not (short and chained):
@@ -229,7 +230,10 @@ class BlockTable(Holding):
         must_wait = short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
         self._waits(tick, must_wait)
         if short and chained and not must_wait:
-            self._dram_policy.refused([block for block in fresh if block.dram is None], tick)
+            unworthy = [block for block in fresh if block.dram is None]
+            self._dram_policy.refused(unworthy, tick)
+            if not over_quota and self._dram_room.could_make(group, now=self._tick, spare_tick=tick, limit=NO_LIMIT):
+                self.counters["refused"] += len(unworthy)
         return must_wait
 
     def _run_slots(self, run: list[Block], group: Group, tick: int, waiting: list[Entry]) -> list[Slot]:

@@ -43,7 +43,7 @@ WAITING_MAX: Final = 16  # puts whose blocks are kept while they wait for room
 RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, once it displaced copies of what is in DRAM
 
 COUNTERS: Final = (
-    "stored", "already", "full", "rejected", "aborted", "hits_dram", "hits_ssd", "misses", "evicted", "evicted_dram",
+    "stored", "already", "full", "refused", "rejected", "aborted", "hits_dram", "hits_ssd", "misses", "evicted", "evicted_dram",
     "evicted_ssd", "dropped_dirty", "demoted", "demote_failed", "promoted", "promote_failed", "corrupt_dram", "corrupt_ssd",
     "removed", "adopted", "holds", "holds_expired", "expired", "quota_full", "quota_evicted",
 )  # fmt: skip

@@ -47,8 +47,8 @@ class Room:
         of these must be cleaned, and is no victim until then (where a policy is not by recency: a put waits for no write while
         there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there when the entry leaves this
         tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these went for good, the first
-        in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`: ticks of puts that wait for
-        room; nothing of them is lost."""
+        in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`: ticks of puts that wait
+        for room; nothing of them is lost."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
         self._set_aside, self._survives, self._orphaned, self._waiting = set_aside, survives, orphaned, waiting

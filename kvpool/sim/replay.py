@@ -46,8 +46,7 @@ class Outcome:
 
 
 class CoreReplay:
-    """One worker's core; unlike in a worker the learned policy may also not store what is worth less than all that is there (see
-    `worker.learned`). `dram_bytes` and `ssd_bytes` (0: no such tier) as a worker's settings."""
+    """One worker's core. `dram_bytes` and `ssd_bytes` (0: no such tier) as a worker's settings."""
 
     def __init__(self, *, policy: str, block_bytes: int, dram_bytes: int, ssd_bytes: int = 0, seed: int = 0) -> None:
         self.outcome = Outcome()

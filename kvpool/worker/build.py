@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from kvpool.config import check_disk
 from kvpool.core.blocks import BlockTable, Limits
+from kvpool.core.policy.make import policy_of
 from kvpool.core.retention import Keep, unpack_hint
 from kvpool.core.session import Reporter
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES
+from kvpool.worker.learned import Learned
 from kvpool.worker.mover import Mover, wall_ms
 from kvpool.worker.node import Node, new_incarnation
 from kvpool.worker.scrub import Scrubber
@@ -55,9 +57,11 @@ def build_node(settings: WorkerSettings) -> Node:
         dram = DramTier(capacity_bytes=settings.dram, arena_bytes=slots.arena_bytes, gen_words=slots.gen_words)
         undo.callback(dram.close)
         reporter = Reporter()
+        learned = Learned(settings.data_dir, clock=settings.policy_clock) if settings.policy != "lru" else None
         table = BlockTable(
             dram=slots,
             ssd=None if place is None else _ssd_slots(place.size_bytes),
+            policy=policy_of(settings.policy, learned=None if learned is None else learned.policy),
             reporter=reporter.record,
             limits=Limits(
                 hold_ttl_ms_max=settings.hold_ttl_ms_max,
@@ -74,6 +78,7 @@ def build_node(settings: WorkerSettings) -> Node:
             worker_id=state.worker_id, incarnation=new_incarnation(), table=table, reporter=reporter, dram=dram, ssd=ssd,
             staging=staging, state=state, lock=lock, io_threads=settings.io_threads,
         )  # fmt: skip
+        node.learned = learned
         undo.callback(node.close)
         for spec in state.namespaces():
             _open_known(node, spec)

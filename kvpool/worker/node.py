@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvpool.core.namespaces import NamespaceSpec
     from kvpool.core.quota import Share
     from kvpool.core.spread import LinkLoad
+    from kvpool.worker.learned import Learned
     from kvpool.worker.mover import Mover
     from kvpool.worker.scrub import Scrubber
     from kvpool.worker.state import WorkerState
@@ -90,6 +91,7 @@ class Node:
         self._record_calls: list[Callable[[], None]] = []
         self._drop_calls: list[Callable[[list[int]], None]] = []
         self._closed = threading.Event()
+        self.learned: Learned | None = None
         self._expirer = threading.Thread(target=self._expire_holds, name="kvpool-holds", daemon=True)
 
     # --- small things that everybody needs ------------------------------------------------------------------------------
@@ -411,6 +413,8 @@ class Node:
             pool.shutdown(wait=True)
         if self._expirer.is_alive():
             self._expirer.join(5)
+        if self.learned is not None:
+            self.learned.save(self.lock)
         self.dram.close()
         if self.ssd is not None:
             self.ssd.close()
@@ -427,5 +431,7 @@ class Node:
                     self.after_decision()
                 for call in self._drop_calls if owners else ():
                     call(owners)
+                if self.learned is not None:
+                    self.learned.save_if_due(self.lock)
             except Exception:  # the thread must live: holds that never end would fill the tier
                 log.exception("event=expiry_failed")

@@ -14,7 +14,7 @@ caller asks and parks), nor copies (`core.copies`). One a worker: `tier()` makes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
@@ -63,11 +63,9 @@ _CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 class Hazard:
     """The learned policy of one worker, all tiers. Not thread-safe: under the owner's lock."""
 
-    def __init__(self, *, speed: float = 1.0, may_refuse: bool = True) -> None:
-        """speed: seconds of its clock in a second of `at` (a trace that is replayed faster than it was). may_refuse: new blocks
-        that are worth less than all that is here are not stored."""
-        self.may_refuse = may_refuse
-        self._speed = speed
+    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
+        """clock: the time in ms that ages go by, instead of what `at` is told (of a trace that is replayed)."""
+        self._clock = clock
         self.table = LifeTable()
         self.history = History()
         self.now_s = 0.0
@@ -89,7 +87,7 @@ class Hazard:
 
     def at(self, now_ms: float) -> None:
         """It is this time now (never earlier than before): runs grow older."""
-        now_s = now_ms / 1000 * self._speed
+        now_s = (now_ms if self._clock is None else self._clock()) / 1000
         if now_s <= self.now_s:
             return
         self.now_s = now_s

@@ -1,4 +1,4 @@
-"""The eviction policies of `BlockTable`, by name: workers have lru, the simulator both."""
+"""The eviction policies that a worker can have, by name: all but the textbook's, which the simulator has for comparison."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kvpool.errors import InvalidArgument
 POLICIES: Final = ("hazard", "lru")
 
 
-def policy_of(name: str) -> Callable[[], EvictionPolicy]:
-    """What `BlockTable` takes as `policy`: each call makes the next tier's, all of one worker. InvalidArgument: no such name."""
+def policy_of(name: str, *, learned: Hazard | None = None) -> Callable[[], EvictionPolicy]:
+    """What `BlockTable` takes as `policy`: each call makes the next tier's, all of one worker. InvalidArgument: no such name.
+
+    learned: the worker's, for "hazard"; without it a new one is made."""
     if name == "lru":
         return Lru
     if name == "hazard":
-        return Hazard().tier
+        return (learned or Hazard()).tier
     raise InvalidArgument(f"policy: {name!r} is not one of {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""The state machines with the learned policy, which workers do not offer before they hold: `pytest tests/property/learned.py`."""
+"""The state machines of the worker's table with the learned policy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,57 @@
+"""What the learned policy keeps over a restart of its worker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.policy.classes import first_key
+from kvpool.worker.learned import FILE_NAME, Learned
+
+
+def taught(directory: Path) -> Learned:
+    learned = Learned(directory)
+    key = first_key(2, 0, 1, 1)
+    learned.policy.table.reached[key] = 500.0
+    learned.policy.table.used[key] = 400.0
+    learned.policy.table.refresh()
+    learned.save(threading.Lock())
+    return learned
+
+
+def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+    before, after = taught(tmp_path), Learned(tmp_path)
+    key = first_key(2, 0, 1, 1)
+    assert after.policy.table.index[key] == pytest.approx(before.policy.table.index[key], rel=0.1)
+    assert after.policy.table.index[key] > 1.2 * Learned(tmp_path / "elsewhere").policy.table.index[key]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_nothing_new_is_not_written_again(tmp_path: Path) -> None:
+    learned = taught(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    learned.save(threading.Lock())
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize("damage", [lambda saved: saved[:100], lambda saved: saved[:-1] + b"\x7f", lambda _: b""])
+def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: object) -> None:
+    taught(tmp_path)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    fresh = Learned(tmp_path)
+    assert not path.exists() and path.with_suffix(".damaged").exists()
+    assert fresh.policy.table.index == Learned(tmp_path / "elsewhere").policy.table.index
+    taught(tmp_path)
+    assert path.exists()
+
+
+def test_a_disk_that_refuses_does_not_matter(tmp_path: Path) -> None:
+    learned = taught(tmp_path)
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).with_suffix(".new").mkdir()
+    learned.policy.table.refresh()
+    learned.save(threading.Lock())
+    assert not (tmp_path / FILE_NAME).exists()
