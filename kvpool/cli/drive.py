@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from kvpool.core.types import MAX_BATCH_KEYS, Outcome, Tier
 from kvpool.errors import InvalidArgument, KVPoolError
+from kvpool.sim.reuse import mix
+from kvpool.sim.traces import Served
 
 if TYPE_CHECKING:
     from kvpool.client.client import Client
@@ -46,19 +48,11 @@ class Contents:
 
     def fill(self, ids: npt.NDArray[np.uint64], out: npt.NDArray[np.uint8]) -> None:
         """Write the blocks of `ids` [n] into `out`: uint8 [n, block_bytes], C-contiguous."""
-        seeds = _mix(ids)[:, None]
+        seeds = mix(ids)[:, None]  # a permutation: no two ids share a seed
         if self.block_bytes % 8 == 0:
             np.bitwise_xor(self._base[None, :], seeds, out=out.view(np.uint64))
         else:
             out[:] = np.bitwise_xor(self._base[None, :], seeds).view(np.uint8)[:, : self.block_bytes]
-
-
-def _mix(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64 (Steele, Lea, Flood 2014): a permutation of 64-bit numbers, so no two ids share a seed."""
-    z = ids + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def digest(block_id: int) -> bytes:
@@ -96,6 +90,7 @@ class Tally:
     put_ms: list[float] = field(default_factory=list)
     seconds: float = 0.0
     ssd_blocks_written: int = 0
+    rows: list[Served] = field(default_factory=list)  # of requests, as they were begun by each client
 
     @property
     def n_hits(self) -> int:
@@ -210,6 +205,7 @@ class Lane:
         tally, n = self.tally, len(request.ids)
         tally.n_requests += 1
         tally.n_blocks += n
+        tally.rows.append(Served(request.timestamp_ms, n))  # what stays of a request whose get fails
         if not n:
             return
         hashes = self._space.hashes([self._digest(block_id) for block_id in request.ids])
@@ -220,7 +216,9 @@ class Lane:
         got = self._space.get(hashes, out)
         tally.get_ms.append((time.perf_counter() - start_s) * 1000)
         n_hits = got.n_blocks
-        tally.hits.update(source.tier for source in got.sources[:n_hits])
+        hits = Counter(source.tier for source in got.sources[:n_hits])
+        tally.hits += hits
+        tally.rows[-1] = Served(request.timestamp_ms, n, hits[Tier.DEVICE], hits[Tier.DRAM], hits[Tier.SSD])
         tally.transports.update(source.transport for source in got.sources[:n_hits])
         if got.miss is not None:
             tally.missed[got.miss.value] += 1
@@ -335,4 +333,5 @@ def merge(tallies: Iterable[Tally]) -> Tally:
         total.error_words += tally.error_words
         total.get_ms += tally.get_ms
         total.put_ms += tally.put_ms
+        total.rows += tally.rows
     return total

@@ -150,9 +150,9 @@ class Copies(Keeping):
         return self.limits.second_use or block.space.spec.write_policy is WritePolicy.SELECTIVE
 
     def _waits(self, tick: int, must_wait: bool) -> None:
-        """The put of this tick waits for room from now on, or does not."""
+        """The put of this tick waits for room from now on, or does not. (By recency its chain is the last to leave anyway.)"""
         self._waiting.pop(tick, None)
-        if must_wait:
+        if must_wait and not self._dram_policy.by_recency:
             self._waiting[tick] = None
             if len(self._waiting) > WAITING_MAX:
                 del self._waiting[next(iter(self._waiting))]

@@ -183,7 +183,7 @@ class Cluster:
         expected = self._adoptable(one) if scenario.ssd_blocks else []
         node = one.node = build(
             process, one.disk, worker_id=name, incarnation=incarnation, dram_bytes=scenario.dram_blocks * BLOCK_BYTES,
-            ssd_bytes=scenario.ssd_blocks * BLOCK_BYTES,
+            ssd_bytes=scenario.ssd_blocks * BLOCK_BYTES, policy=scenario.policy,
             on_report=lambda _uid, key, tiers, cause: self._on_report(name, key, tiers, cause),
             on_bump=lambda _uid, _index: self._on_bump(name),
             note=lambda what, more: self.note(name, f"{what} {more}".strip()),

@@ -18,6 +18,7 @@ from kvpool.core.block import Action, Block, SsdErase, SsdExtentCreated, SsdExte
 from kvpool.core.blocks import BlockTable, Limits
 from kvpool.core.keys import KeyBatch
 from kvpool.core.namespaces import NamespaceSpec
+from kvpool.core.policy.make import policy_of
 from kvpool.core.session import Reporter
 from kvpool.core.slots import CloseArena, PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import PAGE_BYTES, Incarnation, MissCause, NamespaceUid, Tiers
@@ -335,7 +336,7 @@ class SimNode(Node):
 
 
 def build(
-    process: Process, disk: Disk, *, worker_id: str, incarnation: Incarnation, dram_bytes: int, ssd_bytes: int,
+    process: Process, disk: Disk, *, worker_id: str, incarnation: Incarnation, dram_bytes: int, ssd_bytes: int, policy: str,
     on_report: Callable[[NamespaceUid, bytes, int, MissCause | None], None], on_bump: Callable[[NamespaceUid, int], None],
     note: Callable[[str, str], None],
 ) -> SimNode:  # fmt: skip
@@ -352,6 +353,7 @@ def build(
     table = BlockTable(
         dram=SlabAllocator(capacity_bytes=dram_bytes),
         ssd=None if device is None else ssd_slots(ssd_bytes),
+        policy=policy_of(policy),
         reporter=record,
         limits=Limits(seed=random.Random(f"{process.name} holds").getrandbits(64)),
         bump=memory.bump,
@@ -397,3 +399,4 @@ def adopt(node: SimNode, device: SimSsd) -> None:
             meta.namespace, meta.key, meta.size, meta.block_sum, meta.depth, meta.parent, one.slot, one.seq
         ):
             device.disk.files[one.slot >> 32].records.pop(one.slot & 0xFFFFFFFF, None)
+    table.adopted()

@@ -20,7 +20,7 @@ from kvpool.core.policy.make import policy_of
 from kvpool.core.policy.textbook import TEXTBOOK, access
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES, NamespaceUid
-from kvpool.sim.traces import Request
+from kvpool.sim.traces import Request, Served
 
 BATCH_BYTES = 8 << 20  # of the mover's rounds, as a worker's
 ROUNDS_MAX = 1000  # of the mover that one put waits for
@@ -39,6 +39,7 @@ class Outcome:
     ssd_written: int = 0
     waits: int = 0  # puts that waited for the mover
     missed: dict[str, int] = field(default_factory=dict)
+    rows: list[Served] = field(default_factory=list)  # of requests, in their order
 
     @property
     def hits(self) -> int:
@@ -68,15 +69,19 @@ class CoreReplay:
         outcome.n_requests += 1
         outcome.n_blocks += n
         if not n:
+            outcome.rows.append(Served(request.timestamp_ms, 0))
             return
         batch = KeyBatch(self._uid, b"".join(map(self._key, request.ids)))
-        hits = self._get(batch, now_ms)
+        dram, ssd = self._get(batch, now_ms)
+        outcome.rows.append(Served(request.timestamp_ms, n, dram=dram, ssd=ssd))
+        hits = dram + ssd
         if hits < n:
             self._put(batch.slice(hits, n), now_ms)
         if table.has_actions:
             self._write_down(now_ms)
 
-    def _get(self, batch: KeyBatch, now_ms: int) -> int:
+    def _get(self, batch: KeyBatch, now_ms: int) -> tuple[int, int]:
+        """-> hits in DRAM, on SSD."""
         outcome, table = self.outcome, self.table
         pinned = table.pin(batch, now_ms=now_ms)
         hits = [block for block in pinned.blocks if block is not None]
@@ -94,7 +99,7 @@ class CoreReplay:
             cause = pinned.causes[len(hits)]
             if cause is not None:
                 outcome.missed[cause.value] = outcome.missed.get(cause.value, 0) + 1
-        return len(hits)
+        return len(hits) - n_ssd, n_ssd
 
     def _put(self, batch: KeyBatch, now_ms: int) -> None:
         table, sizes = self.table, [self._block_bytes] * len(batch)
@@ -137,5 +142,7 @@ def textbook_replay(requests: Sequence[Request], *, policy: str, capacity: int) 
     for request in requests:
         outcome.n_requests += 1
         outcome.n_blocks += len(request.ids)
-        outcome.hits_dram += access(cache, request.ids)
+        hits = access(cache, request.ids)
+        outcome.hits_dram += hits
+        outcome.rows.append(Served(request.timestamp_ms, len(request.ids), dram=hits))
     return outcome

@@ -44,6 +44,7 @@ class Scenario:
     faults: tuple[str, ...]
     fault_every_s: float
     quality: Quality
+    policy: str = "hazard"  # of the workers
     all_local: bool = False  # every client shares a host with a worker
     favours: str = ""  # a kind of call that is every second one (`load`)
     active_s: float = 5.0

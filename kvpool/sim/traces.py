@@ -1,6 +1,6 @@
 """Traces of LLM serving: the reader of Mooncake's JSONL format, and a seeded multi-turn workload of the same shape.
 
-Owns what a request is and the errors of a malformed file, each with file and line. What is done with requests is in
+Owns what a request is, what a replay notes of each, and the errors of a malformed file, each with file and line. What is done with requests is in
 `kvpool.cli.drive` (a real pool).
 
 A line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block ids]}; equal ids mean equal whole
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, NamedTuple, NoReturn, cast
 
 from kvpool.errors import InvalidArgument, KVPoolError
 
@@ -39,6 +39,16 @@ class Request:
     input_length: int
     output_length: int
     ids: tuple[int, ...]
+
+
+class Served(NamedTuple):
+    """What a replay notes of one request: its time stamp, its blocks, and how many of them each tier served."""
+
+    timestamp_ms: float
+    n_blocks: int
+    device: int = 0
+    dram: int = 0
+    ssd: int = 0
 
 
 def read_mooncake(path: Path, *, limit: int | None = None) -> Iterator[Request]:

@@ -160,8 +160,13 @@ class Hazard:
                 start = i
 
     def _stored_chain(self, blocks: list[Block], request: Request) -> None:
+        uses = self._arrive(blocks, [fingerprint(block.key) for block in blocks], request)
+        tail = blocks[-1].rank >= request.end
+        self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
+
+    def _arrive(self, blocks: Sequence[Block], prints: list[int], request: Request) -> bytearray:
+        """New blocks of one chain are of this request now; ghosts among them are none any more. -> uses of each, this one too."""
         history = self.history
-        prints = [fingerprint(block.key) for block in blocks]
         known = 0
         uses = bytearray()
         while known < len(blocks) and (no := history.find(prints[known])):
@@ -174,11 +179,9 @@ class Hazard:
                 request.gap = 0
             if not history.left[no]:
                 history.drop(no)
-        uses = uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - known)
         request.new += len(blocks) - known
         self._reclass(request)
-        tail = blocks[-1].rank >= request.end
-        self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
+        return uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - known)
 
     def worth_new(self, blocks: Sequence[Block], tick: int) -> list[tuple[int, float]]:
         """What new blocks of the request of this tick, a stretch of one chain, would be worth if they were stored now: (how many,
@@ -208,17 +211,24 @@ class Hazard:
     def refused(self, blocks: list[Block], tick: int) -> None:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
         request = self._request(tick)
-        if fingerprint(blocks[0].key) in request.refused:  # asked again
+        prints = [fingerprint(block.key) for block in blocks]
+        if prints[0] in request.refused:  # asked again
             return
-        request.refused.update(fingerprint(block.key) for block in blocks)
-        for block in blocks:
-            block.where = IN_DRAM
-        self._stored_chain(blocks, request)
-        for block in reversed(blocks):
-            block.where = 0
-            if block.run is not None:
-                block.run.n[DRAM] -= 1
-                self.leave(block)
+        request.refused.update(prints)
+        uses = self._arrive(blocks, prints, request)
+        is_tail = blocks[-1].rank >= request.end
+        self._reaches(blocks[-1].rank + 1, request)
+        buckets, reached, history = bytes(uses.translate(USE_BUCKETS)), self.table.reached, self.history
+        new = new_bucket(request.new)
+        end = len(blocks)
+        while end:
+            start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
+            key = first_key(buckets[end - 1], int(is_tail), new, request.gap)
+            no = history.add(self.now_s, end - start, key, request.end)
+            reached[key] = reached.get(key, 0.0) + 1.0
+            history.become_ghosts(no, prints[start:end][::-1], uses[start:end][::-1])
+            end, is_tail = start, False
+        self._forget()
 
     def _gap(self, no: int, end: int) -> int:
         """Bucket of the time since the request that made this run, when this one continues it."""
@@ -271,11 +281,7 @@ class Hazard:
         assert first is not None
         end = len(blocks)
         base = first.rank
-        if base + end > request.end:
-            request.end = base + end
-            for run in request.runs:
-                if run.members:
-                    self.history.end[run.no] = request.end
+        self._reaches(base + end, request)
         variable = first.space.spec.variable
         buckets = bytes(uses.translate(USE_BUCKETS))
         new, gap = new_bucket(request.new), request.gap
@@ -305,6 +311,14 @@ class Hazard:
             self.consider(run)
             end = start
             is_tail = False
+
+    def _reaches(self, end: int, request: Request) -> None:
+        """The request has blocks up to this rank."""
+        if end > request.end:
+            request.end = end
+            for run in request.runs:
+                if run.members:
+                    self.history.end[run.no] = end
 
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""
