@@ -6,19 +6,20 @@ import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.common import JsonOption, format_bytes, parse_size, print_json, raise_on_sigterm
+from kvpool.cli.common import EXIT_FAILED, JsonOption, format_bytes, parse_size, print_json, raise_on_sigterm
 from kvpool.errors import ConfigError, KVPoolError
 
 if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
     from kvpool.cli.pool import Pool
+    from kvpool.sim.traces import Served
 
 POLICIES = ("hazard", "lru")  # of workers
 SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
@@ -41,6 +42,7 @@ def replay(
         str, typer.Option("--policy", metavar="P", help="hazard (learned), lru; with --engine sim also arc, lru2, s3fifo.")
     ] = "hazard",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page of it.")] = None,
     data_dir: DataDir = None,
     json: JsonOption = False,
 ) -> None:
@@ -66,14 +68,37 @@ def replay(
     layout_of(n_bytes)
     dram_bytes = _share(parse_size(dram, option="--dram"), workers, n_bytes, option="--dram")
     ssd_bytes = 0 if ssd is None else _share(parse_size(ssd, option="--ssd"), workers, n_bytes, option="--ssd")
+    if engine == "sim" and workers != 1:
+        raise ConfigError(f"--workers: --engine sim has one, not {workers}")
+    if report is not None:
+        from kvpool.cli.report import check_target
+
+        check_target(report, trace=trace)
     requests = load_mooncake(trace, limit=limit)
     raise_on_sigterm()
+
+    def write_report(facts: dict[str, Any], rows: Sequence[Served]) -> None:
+        """The page, where one is asked for. Exit status 1 when it cannot be written after all; the facts are printed by then."""
+        if report is None:
+            return
+        from kvpool.cli.report import Run, page, write_page
+        from kvpool.sim.reuse import reuse_distances
+
+        run = Run(
+            trace=trace, engine=engine, policy=policy, block_bytes=n_bytes, n_workers=workers, dram_bytes=dram_bytes,
+            ssd_bytes=ssd_bytes, facts=facts, rows=rows, reuse=reuse_distances(request.ids for request in requests),
+        )  # fmt: skip
+        try:
+            write_page(report, page(run))
+        except OSError as error:
+            print(f"kvpool: error: --report: {report}: {error.strerror or error}", file=sys.stderr)
+            raise typer.Exit(EXIT_FAILED) from None
+
     if engine == "sim":
-        if workers != 1:
-            raise ConfigError(f"--workers: --engine sim has one, not {workers}")
         from kvpool.cli.replay_sim import replay_sim
 
-        replay_sim(requests, policy=policy, block_bytes=n_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes, as_json=json)
+        sizes = {"block_bytes": n_bytes, "dram_bytes": dram_bytes, "ssd_bytes": ssd_bytes}
+        write_report(*replay_sim(requests, policy=policy, **sizes, as_json=json))
         return
     with directory(data_dir) as home:
         plan = PoolPlan(
@@ -106,8 +131,9 @@ def replay(
         print_json(facts)
     else:
         say(facts, tally)
+    write_report(facts, tally.rows)
     if tally.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _share(total_bytes: int, n_workers: int, block_bytes: int, *, option: str) -> int:

@@ -10,14 +10,14 @@ from kvpool.cli.common import print_json
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvpool.sim.traces import Request
+    from kvpool.sim.traces import Request, Served
 
 
 def replay_sim(
     requests: Sequence[Request], *, policy: str, block_bytes: int, dram_bytes: int, ssd_bytes: int, as_json: bool
-) -> None:
+) -> tuple[dict[str, Any], list[Served]]:
     """Replays and prints: the facts that the real engine prints, as far as there are such without bytes and time, and what of the
-    offline optimum at the same number of blocks was reached."""
+    offline optimum at the same number of blocks was reached. -> these facts, and a row of each request."""
     from kvpool.core.policy.make import POLICIES
     from kvpool.core.policy.textbook import optimum_hits
     from kvpool.sim.replay import CoreReplay, textbook_replay
@@ -44,9 +44,10 @@ def replay_sim(
     }  # fmt: skip
     if as_json:
         print_json(facts)
-        return
+        return facts, outcome.rows
     tiers = ", ".join(f"{name} {n}" for name, n in facts["hits_by_tier"].items() if n) or "none"
     print(f"requests       {facts['requests']} with {facts['blocks']} blocks in {seconds:.1f} s")
     print(f"hit rate       {facts['hit_rate']:.4f} ({outcome.hits} blocks; by tier: {tiers})")
     print(f"of the optimum {facts['of_optimum']:.4f} at the same number of blocks")
     print(f"stored         {outcome.stored} blocks; {outcome.ssd_written} written to SSD")
+    return facts, outcome.rows

@@ -1,7 +1,7 @@
 """Traces of LLM serving: the reader of Mooncake's JSONL format, and a seeded multi-turn workload of the same shape.
 
-Owns what a request is, what a replay notes of each, and the errors of a malformed file, each with file and line. What is done with requests is in
-`kvpool.cli.drive` (a real pool).
+Owns what a request is, what a replay notes of each, and the errors of a malformed file, each with file and line. What is
+done with requests is in `kvpool.cli.drive` (a real pool) and `replay` (the core alone).
 
 A line: {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [block ids]}; equal ids mean equal whole
 prefixes. Blank lines are skipped, further fields are allowed.
