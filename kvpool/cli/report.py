@@ -177,7 +177,7 @@ def _reuse_section(run: Run) -> str:
     else:
         how = (
             f"Estimated from one block in {reuse.step} ({100 / reuse.step:.4g} %), chosen by a hash of its id "
-            "(SHARDS, Waldspurger and others, FAST 2015)."
+            "(SHARDS, Waldspurger and others, FAST 2015), and from all uses of the most used ones."
         )
     once = f"{reuse.n_once:,} of {reuse.n_blocks:,} blocks ({percent(reuse.n_once, reuse.n_blocks)}) were used only once."
     would = "; ".join(f"one of {words}, {n:,} blocks, {percent(reuse.lru_hits(n), reuse.n_uses)}" for words, n in lines.items())
@@ -219,13 +219,13 @@ def _details(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def check_target(path: Path, *, trace: Path) -> None:
     """ConfigError naming --report when the page could not be written there, as a file made beside it and removed tells."""
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise ConfigError(f"--report: {path}: not a regular file")
-    if target.exists() and not os.access(target, os.W_OK):
-        raise ConfigError(f"--report: {path}: Permission denied")
-    if target.exists() and trace.exists() and target.samefile(trace):
-        raise ConfigError(f"--report: {path} is the trace")
     try:
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"--report: {path}: not a regular file")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise ConfigError(f"--report: {path}: Permission denied")
+        if target.exists() and trace.exists() and target.samefile(trace):
+            raise ConfigError(f"--report: {path} is the trace")
         _write(target, "", keep=None)
     except OSError as error:
         raise ConfigError(f"--report: {path}: {error.strerror or error}") from None

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 WIDTH, LEFT, RIGHT = 760, 52, 752
 TOP, BOTTOM, HEIGHT = 26, 206, 250
 STRIP_TOP, STRIP_BOTTOM = 256, 286  # of the blocks asked for, below the hit rates
-SHORT_MS = 2  # a unit of time is shown from two of it
+MIN_HEIGHT = 0.005  # as it is written with two digits: a bar of less is none
+UNITS_MIN = 2  # a unit of time is shown from two of it
 UNITS = (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000))
 
 LIGHT = "--ink:#1d2329;--paper:#fff;--faint:#d4d9df;--soft:#5b6570;--dram:#2f6db3;--ssd:#d97d21;--device:#3a8f63;--bar:#6b5fa8"
@@ -36,11 +37,11 @@ details{{margin:.4rem 0;overflow-x:auto}} summary{{cursor:pointer}} footer{{marg
 
 def time_unit(span_ms: float) -> tuple[str, int]:
     """The unit to show times up to `span_ms` in, and its ms."""
-    return next(((word, ms) for word, ms in UNITS if span_ms >= SHORT_MS * ms), ("ms", 1))
+    return next(((word, ms) for word, ms in UNITS if span_ms >= UNITS_MIN * ms), ("ms", 1))
 
 
 def time_chart(bins: Sequence[tuple[float, int, Mapping[str, int]]], tiers: Mapping[str, str]) -> str:
-    """Stacked bars of hit rate above a row of load. `bins`: (start in ms, blocks asked for, hits by tier); `tiers`: class -> words."""
+    """Stacked bars of hit rate above the load. `bins`: (start ms, blocks asked for, hits by tier). `tiers`: class to words."""
     step_ms = bins[1][0] if len(bins) > 1 else 0.0
     unit, unit_ms = time_unit(step_ms * len(bins))
     parts = [_percent_grid()]
@@ -93,8 +94,8 @@ def reuse_chart(bins: Sequence[int], step: int, lines: Mapping[str, int]) -> str
         edge = 0 if k == 0 else step << (k - 1)
         parts.append(f'<text x="{LEFT + k * width:.1f}" y="{BOTTOM + 17}" text-anchor="middle">{binary(edge)}</text>')
     for i, (words, place) in enumerate(places.items()):
-        x, y = LEFT + place * width, 10 + 12 * i
-        anchor, shift = ("end", -4) if place > n_shown / 2 else ("start", 4)
+        x, y = LEFT + place * width, 11 + 12 * i
+        anchor, shift = ("end", -4) if place > n_shown * (0.75 if i else 0.25) else ("start", 4)
         parts.append(f'<line class="mark" x1="{x:.1f}" y1="{y - 8}" x2="{x:.1f}" y2="{BOTTOM}"/>')
         parts.append(f'<text x="{x + shift:.1f}" y="{y}" text-anchor="{anchor}">{words}: {lines[words]:,}</text>')
     parts.append(_below("distinct blocks used since the last use; height: uses"))
@@ -130,7 +131,7 @@ def binary(n: int) -> str:
 
 
 def _bar(x: float, y: float, width: float, height: float, kind: str) -> str:
-    if height <= 0:
+    if height < MIN_HEIGHT:
         return ""
     return f'<rect class="{kind}" x="{x + 0.5:.2f}" y="{y:.2f}" width="{width - 1:.2f}" height="{height:.2f}"/>'
 

@@ -110,7 +110,7 @@ class CoreReplay:
             rounds += 1
             table.abort(reserved.blocks)
             self._write_down(now_ms)
-            reserved = table.reserve(batch, sizes, now_ms=now_ms)
+            reserved = table.reserve(batch, sizes, now_ms=now_ms, use=reserved.use)
         blocks = [block for block in reserved.blocks if block is not None]
         table.commit(blocks, [SUMS] * len(blocks), now_ms=now_ms)
         self.outcome.stored += len(blocks)

@@ -6,8 +6,8 @@ Waldspurger, Park, Garthwaite and Ahmad, FAST 2015). The page that draws them is
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,21 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 SAMPLE_IDS_MAX = 1 << 15  # ids that are followed: one use costs a bisection and a move within a list of so many
+HOT_PART = 32  # one id in the sample's so many is taken for its many uses: a prompt's head that all share is not left to chance
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """Reuse distances of one trace. A block that is twice in one request counts once for it.
 
-    `step`: one of so many ids was followed (1: all, the distances are exact), a power of two. `sampled[k]`: reuses of followed
-    blocks with k followed blocks used since, which stands for k * step blocks. Uses, blocks and blocks used once are exact.
+    `step`: one of so many ids was followed (1: all, the distances are exact), a power of two. `counts[k]`: reuses, as estimated,
+    at a distance of k * step blocks up to the next. Uses, blocks and blocks used once are exact.
     """
 
     step: int
     n_uses: int
     n_blocks: int
     n_once: int
-    sampled: tuple[int, ...]
+    counts: tuple[float, ...]
 
     @property
     def n_reuses(self) -> int:
@@ -37,54 +38,62 @@ class Reuse:
         return self.n_uses - self.n_blocks
 
     def bins(self) -> list[int]:
-        """Reuses by distance in powers of two, estimated: bin 0 is [0, step), bin k is [2**(k - 1) * step, 2**k * step)."""
-        counts = [0] * ((len(self.sampled) - 1).bit_length() + 1 if self.sampled else 0)
-        for distance, n in enumerate(self.sampled):
-            counts[distance.bit_length()] += n
-        edges = np.rint(np.cumsum(counts, dtype=np.float64) * self._weight())  # rounded as sums: the bins add up to n_reuses
+        """Reuses by distance in powers of two: bin 0 is [0, step), bin k is [2**(k - 1) * step, 2**k * step)."""
+        sums = [0.0] * ((len(self.counts) - 1).bit_length() + 1 if self.counts else 0)
+        for distance, n in enumerate(self.counts):
+            sums[distance.bit_length()] += n
+        edges = np.rint(np.cumsum(sums, dtype=np.float64))  # rounded as sums: the bins add up to all
         return [int(n) for n in np.diff(edges, prepend=0)]
 
     def lru_hits(self, capacity: int) -> int:
-        """Uses that an LRU of `capacity` blocks hits (chains used from their tail), estimated: those at a distance below it."""
-        return round(sum(self.sampled[: -(-capacity // self.step)]) * self._weight())
-
-    def _weight(self) -> float:
-        """Reuses that one of the sample stands for. Hot blocks make a sample of ids too large or small; its shape is kept."""
-        return self.n_reuses / max(1, sum(self.sampled))
+        """Uses that an LRU of `capacity` blocks hits (chains used from their tail): those at a distance below it."""
+        return round(sum(self.counts[: -(-capacity // self.step)]))
 
 
 def reuse_distances(requests: Iterable[Sequence[int]], *, ids_max: int = SAMPLE_IDS_MAX) -> Reuse:
     """The distances of all uses of blocks (ids below 2**64) in `requests`, each a chain from its root.
 
     A use's distance is taken when its request begins, and a chain is used from its tail, as the pool does: then the uses with a
-    distance below N are those that an LRU of N blocks hits. Exact for up to `ids_max` distinct ids; with more, ids are followed
-    by a hash of theirs, at the largest rate 1 / 2**k at which `ids_max` are enough.
+    distance below N are those that an LRU of N blocks hits. Exact for up to `ids_max` distinct ids. With more, ids are followed
+    by a hash of theirs, at the largest rate 1 / 2**k at which `ids_max` are enough; the most used ones are all counted, by the
+    followed ones used since; the others are weighted so that all reuses are there.
     """
     chains = [ids if len(set(ids)) == len(ids) else tuple(dict.fromkeys(ids)) for ids in requests]
     ids = np.fromiter(chain.from_iterable(chains), dtype=np.uint64)
     distinct, n_uses = np.unique(ids, return_counts=True)
-    places = mix(distinct)
+    hashes = mix(distinct)
     step = 1
-    while np.count_nonzero(places & np.uint64(step - 1) == 0) > ids_max:
+    while np.count_nonzero(hashes & np.uint64(step - 1) == 0) > ids_max:
         step *= 2
+    followed = distinct[hashes & np.uint64(step - 1) == 0]
+    hot = distinct[np.argsort(n_uses, kind="stable")[len(distinct) - ids_max // HOT_PART :]] if step > 1 else distinct[:0]
     if step > 1:
         ends = np.cumsum([len(chain_) for chain_ in chains])
-        followed = np.flatnonzero(mix(ids) & np.uint64(step - 1) == 0)
-        cuts = np.searchsorted(followed, ends).tolist()
-        kept = ids[followed].tolist()
+        counted = np.flatnonzero((mix(ids) & np.uint64(step - 1) == 0) | np.isin(ids, hot))
+        cuts = np.searchsorted(counted, ends).tolist()
+        kept = ids[counted].tolist()
         chains = [kept[start:end] for start, end in zip([0, *cuts], cuts, strict=False)]
+    sampled, known = _distances(chains, followed=set(followed.tolist()), hot=set(hot.tolist()))
+    n_sampled = len(ids) - len(distinct) - sum(known)  # reuses that the sample stands for
+    weight = n_sampled / max(1, sum(sampled))
     return Reuse(
         step=step,
         n_uses=len(ids),
         n_blocks=len(distinct),
         n_once=int(np.count_nonzero(n_uses == 1)),
-        sampled=tuple(_distances(chains)),
+        counts=tuple(weight * n + m for n, m in zip(sampled, known, strict=True)),
     )
 
 
-def _distances(chains: Iterable[Sequence[int]]) -> list[int]:
-    """-> counts by distance. The stack is the ascending list of the blocks' last uses: what lies behind was used since."""
-    counts: list[int] = []
+def _distances(
+    chains: Iterable[Sequence[int]], *, followed: Collection[int], hot: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """-> counts by distance in followed blocks: of followed ones that are not hot, of hot ones.
+
+    The stack is the ascending list of the followed blocks' last uses: what lies behind a block's own was used since.
+    """
+    cool_counts: list[int] = []
+    hot_counts: list[int] = []
     last: dict[int, int] = {}
     stack: list[int] = []
     now = 0
@@ -92,17 +101,20 @@ def _distances(chains: Iterable[Sequence[int]]) -> list[int]:
         n = len(stack)
         for block in ids:
             if (at := last.get(block)) is not None:
-                distance = n - 1 - bisect_left(stack, at)
-                if distance >= len(counts):
-                    counts.extend([0] * (distance + 1 - len(counts)))
-                counts[distance] += 1
+                distance = n - bisect_right(stack, at)
+                if distance >= len(cool_counts):
+                    more = [0] * (distance + 1 - len(cool_counts))
+                    cool_counts += more
+                    hot_counts += more
+                (hot_counts if block in hot else cool_counts)[distance] += 1
         for block in reversed(ids):
-            if (at := last.get(block)) is not None:
-                del stack[bisect_left(stack, at)]
-            now += 1
+            if block in followed:
+                if (at := last.get(block)) is not None:
+                    del stack[bisect_left(stack, at)]
+                now += 1
+                stack.append(now)
             last[block] = now
-            stack.append(now)
-    return counts
+    return cool_counts, hot_counts
 
 
 def mix(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -18,8 +18,9 @@ import pytest
 from kvpool.cli.drive import drive
 from kvpool.sim.traces import Request, load_mooncake, multi_turn
 from tests.support.cluster import Cluster
+from tests.support.html import Page, number
 from tests.support.leaks import children_of
-from tests.support.processes import Role, run_cli
+from tests.support.processes import Role, cli_env, run_cli
 from tests.support.waiting import wait_until
 
 SHARED = Path(os.environ.get("KVPOOL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
@@ -184,6 +185,64 @@ def test_ctrl_c_in_the_middle_ends_cleanly(tmp_path: Path) -> None:
         role.kill()
     assert "interrupted" in role.log_text() and "Traceback" not in role.log_text()
     assert not list(tmp_path.glob("kvpool-*")) and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def check_page(words: str, facts: dict[str, Any], *, engine: str) -> Page:
+    """The page's numbers are those that the same run printed; it names no path. -> the page."""
+    read, tiers = Page(words), facts["hits_by_tier"]
+    assert read.facts["trace"] == "t.jsonl" and read.facts["engine"].startswith(engine) and "://" not in words
+    assert number(read.facts["hit rate"].partition("(")[2]) == facts["hit_blocks"] > 0
+    assert number(read.facts["stored"]) == facts["stored_blocks"] and read.facts["errors"] == str(facts["errors"])
+    over = read.tables[1]
+    sums = [sum(number(row[over[0].index(name)]) for row in over[1:]) for name in ("requests", "blocks", "DRAM", "SSD")]
+    assert sums == [facts["requests"], facts["blocks"], tiers["dram"], tiers["ssd"]] and tiers["ssd"] > 0
+    for cause, n in facts["miss_causes"].items():
+        assert read.texts["text"][read.texts["text"].index(cause) + 1] == str(n)
+    return read
+
+
+def test_both_engines_write_their_report(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", workload(n_conversations=12, n_turns=5))
+    size = ("--block-bytes", "64KiB", "--dram", "2MiB", "--ssd", "24MiB")
+    facts = replay(trace, "--clients", "2", *size, "--report", str(tmp_path / "real.html"))
+    words = (tmp_path / "real.html").read_text()
+    read = check_page(words, facts, engine="real: 1 worker(s)")
+    assert str(tmp_path) not in words and "of the optimum" not in read.facts and "get" in read.facts
+    facts = simulated(trace, *size, "--report", str(tmp_path / "sim.html"))
+    read = check_page((tmp_path / "sim.html").read_text(), facts, engine="sim")
+    assert read.facts["of the optimum"].startswith(f"{100 * facts['of_optimum']:.2f} %")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["real.html", "sim.html", "t.jsonl"]
+
+
+@pytest.mark.parametrize("engine", ["real", "sim"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path, engine: str) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("not even read")
+    done = run_cli("replay", trace, "--engine", engine, "--json", "--report", tmp_path / "absent" / "out.html", timeout_s=20)
+    assert done.returncode == 2 and "--report: " in done.stderr and "No such file" in done.stderr
+    assert json.loads(done.stdout)["error"]["code"] == "config" and "--report" in json.loads(done.stdout)["error"]["message"]
+
+
+def test_a_report_that_fails_at_the_end_costs_the_page_alone(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", workload())
+    (tmp_path / "out.html").write_text("before")
+    command = [
+        sys.executable,
+        "-m",
+        "kvpool.cli",
+        "replay",
+        str(trace),
+        "--engine",
+        "sim",
+        "--json",
+        "--report",
+        str(tmp_path / "out.html"),
+    ]
+    small_files = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-"]  # KiB: the page is larger, as on a disk that has just become full
+    done = subprocess.run([*small_files, *command], capture_output=True, text=True, timeout=60, env=cli_env(None), check=False)
+    assert done.returncode == 1 and done.stderr == f"kvpool: error: --report: {tmp_path / 'out.html'}: File too large\n"
+    assert json.loads(done.stdout)["requests"] == 48
+    assert (tmp_path / "out.html").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
 
 
 # --- real traces --------------------------------------------------------------------------------------------------------
