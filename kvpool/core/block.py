@@ -161,12 +161,13 @@ class SsdCopy(Entry):
 class Reserved:
     """`codes`: BlockCode [n] (RESERVED, ALREADY, FULL, REJECTED). `blocks`: those RESERVED, else None. `must_wait`: room for
     those FULL may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`). `over_quota`: those FULL are so
-    because the namespace has its quota here."""
+    because the namespace has its quota here. `use`: for `reserve` when this put is tried again."""
 
     codes: bytearray
     blocks: list[Block | None]
     must_wait: bool = False
     over_quota: bool = False
+    use: int = 0
 
 
 @dataclass(frozen=True, slots=True)

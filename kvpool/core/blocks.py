@@ -124,12 +124,13 @@ class BlockTable(Holding):
 
     # --- put ------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, now_ms: int, hints: Sequence[int] = ()) -> Reserved:
+    def reserve(self, batch: KeyBatch, sizes: Sequence[int], *, now_ms: int, hints: Sequence[int] = (), use: int = 0) -> Reserved:
         """Slots for the blocks of a put, [n] each; blocks become visible by `commit`. Evicts others for it, never blocks of its
         own chain that are above, nor pinned or held ones. Where there is too little room the head is stored, the tail is FULL.
 
         ALREADY: live here, or the second of two equal keys in this batch. Two puts of one key at a time both get RESERVED.
-        REJECTED: a size that the namespace does not have. `hints` [n] or empty: `retention.pack_hint` of each. Raises
+        REJECTED: a size that the namespace does not have. `hints` [n] or empty: `retention.pack_hint` of each. use: of the
+        attempt that had to wait; this one is no use of its own, and what the SSD tier refused meanwhile stays refused. Raises
         NamespaceNotFound (also while the namespace is blocked), ValueError when sizes are not n."""
         space = self._serving(batch.namespace)
         self._dram_policy.at(now_ms)
@@ -141,7 +142,7 @@ class BlockTable(Holding):
         if isinstance(sizes, np.ndarray):
             sizes = sizes.tolist()
         live = space.blocks
-        tick = self._tick_for(space, batch, again=[live.get(key) for key in keys])
+        tick = use or self._tick_for(space, batch, again=[live.get(key) for key in keys])
         codes = bytearray([FULL]) * n
         blocks: list[Block | None] = [None] * n
         there: list[Block | None] = [None] * n
@@ -172,7 +173,7 @@ class BlockTable(Holding):
             for block in fresh:
                 block.keep = self._keep_of(space, hints[block.rank - depth] if hints else 0, now_ms)
         if len(fresh) < n:
-            self._touch(there, tick, depth)
+            self._touch(there, tick, depth, again=use > 0)
         must_wait = self._place_fresh(space, fresh, there, codes, tick=tick, depth=depth, chained=chained) if fresh else False
         for block in fresh:
             if block.dram is not None:
@@ -187,7 +188,7 @@ class BlockTable(Holding):
         counters["rejected"] += codes.count(REJECTED)
         over_quota = bool(fresh) and self.over_quota
         counters["quota_full"] += codes.count(FULL) if over_quota else 0
-        return Reserved(codes, blocks, must_wait, over_quota)
+        return Reserved(codes, blocks, must_wait, over_quota, tick)
 
     def _place_fresh(
         self,

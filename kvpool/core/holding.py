@@ -97,8 +97,9 @@ class Holding(Movement):
         """Whether a batch that goes on where one of this tick ended is the same use."""
         return self._dram_policy.is_recent(tick, self._tick, group)
 
-    def _touch(self, blocks: Sequence[Block | None], tick: int, rank: int) -> None:
-        """Blocks of one batch in chain order (None: a gap) were used; the first has this rank."""
+    def _touch(self, blocks: Sequence[Block | None], tick: int, rank: int, *, again: bool = False) -> None:
+        """Blocks of one batch in chain order (None: a gap) were used; the first has this rank. again: by a put that waited: what
+        was refused meanwhile is not tried again for it."""
         self._dram_policy.touch(blocks, tick, rank)
         if self._ssd_policy is not None:
             self._ssd_policy.touch([b.ssd_copy if b is not None else None for b in blocks], tick, rank)
@@ -107,7 +108,7 @@ class Holding(Movement):
                 if block is not None and block.dirty:
                     if block in dirty:
                         dirty.move_to_end(block)
-                    elif block.refused and not block.demoting and block.spare_tick != tick:  # used anew: worth another try
+                    elif block.refused and not block.demoting and not again:  # it is worth another try
                         block.refused = False
                         dirty[block] = None
 

@@ -45,15 +45,17 @@ async def places(plane: Plane, ask: Ask, batch: KeyBatch, spec: NamespaceSpec, u
     node, loop, who = plane.node, plane.loop, object()
     sizes = list(ask.sizes)
     give_up_at = loop.time() + (until - loop.time()) * PARK_SHARE
+    use = 0
     try:
         while True:
             if ask.fence is not None and node.removals_begun(spec.uid) > ask.fence:
                 raise StaleMove
-            reserved = node.table.reserve(batch, sizes, now_ms=node.now_ms())
+            reserved = node.table.reserve(batch, sizes, now_ms=node.now_ms(), use=use)
             if not reserved.must_wait or loop.time() >= give_up_at:
                 slots = SimSlots(node, spec, sizes, reserved.codes, reserved.blocks)
                 node.after_decision()
                 return slots
+            use = reserved.use
             node.table.abort([block for block in reserved.blocks if block is not None])
             node.kick_mover()
             room: asyncio.Future[None] = loop.create_future()

@@ -173,6 +173,7 @@ class Reserving:
         now = connection.loop.now()
         self._until = now + (request.deadline - now) * PARK_SHARE
         self._timer: Timer | None = None
+        self._use = 0  # of the attempt that waits
 
     def start(self) -> None:
         self._try(last=False)
@@ -192,9 +193,10 @@ class Reserving:
         with node.lock:
             if self._fence is not None and node.removals_begun(self.spec.uid) > self._fence:
                 raise StaleMove("removals have been applied here that the sender of these blocks had not")
-            reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms(), hints=self._hints)
+            reserved = node.table.reserve(self.batch, self.sizes, now_ms=node.now_ms(), hints=self._hints, use=self._use)
             slots: Slots | None
             if reserved.must_wait and not last:
+                self._use = reserved.use
                 node.table.abort([block for block in reserved.blocks if block is not None])
                 node.kick_mover()
                 node.wait_for_room(self, lambda: loop.post(self._again))  # under the lock: the mover's next wake is not missed

@@ -85,8 +85,8 @@ class Rig:
 
     # --- put
 
-    def reserve(self, batch: KeyBatch, sizes: list[int] | None = None) -> Reserved:
-        return self.table.reserve(batch, sizes or [self.block] * len(batch), now_ms=self.now)
+    def reserve(self, batch: KeyBatch, sizes: list[int] | None = None, *, use: int = 0) -> Reserved:
+        return self.table.reserve(batch, sizes or [self.block] * len(batch), now_ms=self.now, use=use)
 
     def fill(self, reserved: Reserved) -> None:
         for block in reserved.blocks:
@@ -107,14 +107,16 @@ class Rig:
         return bytearray(next(made) if block is not None else code
                          for code, block in zip(reserved.codes, reserved.blocks, strict=True))  # fmt: skip
 
-    def put_waiting(self, batch: KeyBatch, *, max_bytes: int = 1 << 30) -> bytearray:
+    def put_waiting(self, batch: KeyBatch, *, sizes: list[int] | None = None, max_bytes: int = 1 << 30) -> bytearray:
         """As a worker does it: while the tier makes room the put is aborted, the mover goes round, and it tries again."""
+        use = 0
         for _ in range(ROUNDS_MAX):
-            reserved = self.reserve(batch)
+            reserved = self.reserve(batch, sizes, use=use)
             if not reserved.must_wait:
                 self.fill(reserved)
                 self.commit(reserved)
                 return reserved.codes
+            use = reserved.use
             self.table.abort(reserved.blocks)
             self.write_down(max_bytes=max_bytes, rounds=1)
         raise AssertionError("a put that waits for ever")

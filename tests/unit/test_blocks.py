@@ -606,6 +606,21 @@ def test_dirty_blocks_are_dropped_while_the_ssd_is_out() -> None:
     rig.check()
 
 
+def test_a_put_whose_own_blocks_the_ssd_refuses_does_not_wait_for_ever() -> None:
+    """Its last block needs the extent of its first, which can be neither written down (all of SSD is held) nor given up. Each
+    try uses the chain, and what is used is worth another try: not for the put that waits for it."""
+    rig = Rig(24, 1, policy="hazard", limits=Limits(held_fraction=1.0))
+    rig.put_waiting(chain("x", 4))
+    rig.write_all_down()
+    rig.hold(chain("x", 4))
+    rig.now += 1000
+    sizes = [4096, 2307, 1134, 673, 1134]
+    rig.put_waiting(chain("a", 4), sizes=sizes[:4])
+    rig.now += 1000
+    assert list(rig.put_waiting(chain("a", 5), sizes=sizes)) == [ALREADY] * 4 + [FULL]
+    rig.check()
+
+
 def test_a_block_that_cannot_be_written_is_dropped_at_last() -> None:
     rig = Rig(4, 100)
     rig.put(chain("a", 4))

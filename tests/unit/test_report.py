@@ -1,4 +1,4 @@
-"""The page of a replay: well nested HTML that needs nothing else, with the run's own numbers and no path; its file, whole or not."""
+"""The page of a replay: well nested HTML that needs nothing else, with the run's numbers and no path; its file, whole or not."""
 
 from __future__ import annotations
 
