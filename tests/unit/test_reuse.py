@@ -100,6 +100,12 @@ def test_a_sample_has_the_distances_of_the_trace_of_its_ids_alone_and_hot_ids_ar
     assert max(known | sample) == len(sampled.counts) - 1
 
 
+def test_ids_that_all_are_multiples_are_sampled_alike() -> None:
+    ids = [tuple(range(64 * k, 64 * k + 1280, 64)) for k in range(0, 4000, 20)]
+    sampled = reuse_distances([*ids, *ids], ids_max=1100)
+    assert sampled.step == 4 and sum(sampled.bins()) == 4000
+
+
 def test_twice_in_one_request_is_once_and_nothing_is_nothing() -> None:
     twice, once = reuse_distances([(1, 2, 1), (1,)]), reuse_distances([(1, 2), (1,)])
     assert twice == once and (once.n_uses, once.n_once, once.counts) == (3, 1, (1,))
