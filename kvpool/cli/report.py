@@ -132,8 +132,9 @@ def _summary(run: Run) -> list[tuple[str, str]]:
             rows.append((f"from {words}", f"{percent(n, n_blocks)} ({n:,} blocks)"))
     if "of_optimum" in facts:
         rows.append(("of the optimum", f"{100 * facts['of_optimum']:.2f} % of its hits in as many blocks"))
+    hits_from_nothing = run.engine == "sim" and facts["hit_blocks"] and not facts["stored_blocks"]  # the textbook's count none
     rows += [
-        ("stored", f"{facts['stored_blocks']:,} blocks"),
+        ("stored", "not counted by this policy" if hits_from_nothing else f"{facts['stored_blocks']:,} blocks"),
         ("written to SSD", f"{facts['ssd_blocks_written']:,} blocks"),
         ("errors", f"{facts['errors']:,}"),
         ("corrupt", f"{facts['corrupt_blocks']:,} blocks"),

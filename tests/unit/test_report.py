@@ -136,10 +136,11 @@ def test_a_policy_of_the_textbook_has_what_there_is() -> None:
     outcome = textbook_replay(requests, policy="arc", capacity=40)
     facts = {
         **run_of(requests).facts, "hit_blocks": outcome.hits, "hits_by_tier": {"device": 0, "dram": outcome.hits, "ssd": 0},
-        "miss_causes": {},
+        "miss_causes": {}, "stored_blocks": outcome.stored,
     }  # fmt: skip
     run = run_of(requests, policy="arc", rows=outcome.rows, facts=facts, ssd_bytes=0)
     read = Page(page(run))
+    assert read.facts["stored"] == "not counted by this policy"
     assert read.facts["SSD"] == "none" and "from SSD" not in read.facts and "DRAM + SSD: 40" not in read.texts["text"]
     assert sum(number(row[3]) for row in read.tables[1][1:]) == outcome.hits
     assert "Not known: arc in --engine sim told none." in read.texts["p"]
