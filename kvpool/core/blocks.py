@@ -238,8 +238,9 @@ class BlockTable(Holding):
         return must_wait
 
     def _run_slots(self, run: list[Block], group: Group, tick: int, waiting: list[Entry]) -> list[Slot]:
-        """Up to one slot for each, in order, as far as what must leave for them is worth less than they are."""
-        if self.dram.capacity_bytes - self.dram.used_bytes >= len(run) * run[0].size:
+        """Up to one slot for each, in order, as far as what must leave for them is worth less than they are; whatever it is worth
+        where somebody said that they matter."""
+        if self.dram.capacity_bytes - self.dram.used_bytes >= len(run) * run[0].size or any(map(self._matters, run)):
             parts: Sequence[tuple[int, float]] = ((len(run), NO_LIMIT),)
         else:
             parts = self._dram_policy.limits(run, tick)

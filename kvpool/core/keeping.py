@@ -273,6 +273,13 @@ class Keeping:
             self._unprotect(block, block.keep)
             self._protect_hard(block)
 
+    @staticmethod
+    def _matters(block: Block) -> bool:
+        """Whether it has a priority above the default, or a pin waits for it."""
+        return (block.keep is not None and block.keep.rank > PRIORITY_DEFAULT) or (
+            bool(block.space.pins) and block.key in block.space.pins
+        )
+
     # --- room -----------------------------------------------------------------------------------------------------------
 
     def _make_room(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.core.block import Limits
+from kvpool.core.pins import PinLevel
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
 from kvpool.core.policy.hazard import Hazard
@@ -15,12 +16,15 @@ from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
 from kvpool.core.policy.make import policy_of
 from kvpool.core.policy.textbook import TEXTBOOK, access, optimum_hits
+from kvpool.core.retention import pack_hint
+from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
 from tests.support.tables import DRAM, SSD, Rig, chain
 
 BLOCK = 4096
+FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED
 
 
 def learned(n_dram: int, n_ssd: int | None = None, **limits: object) -> tuple[Rig, Hazard]:
@@ -196,6 +200,49 @@ def test_it_learns_who_comes_back_and_lru_does_not() -> None:
         hits[policy] = replaying.outcome.hits
     best = optimum_hits((r.ids for r in requests), 70)
     assert hits["hazard"] > 0.7 * best > 2 * hits["lru"]
+
+
+def worthless(new: int) -> tuple[Rig, Hazard]:
+    """A full pool of what is often used again; of requests with so many new blocks it is learned that they never are."""
+    rig, brain = learned(8)
+    rig.put(chain("hot", 8))
+    for _ in range(9):
+        rig.now += 1000
+        rig.get(chain("hot", 8))
+    table = brain.table
+    for gap in range(5):
+        for tail in (0, 1):
+            table.reached[first_key(0, tail, new_bucket(new), gap)] = 5000.0
+            hot = first_key(4, tail, 0, gap)
+            table.reached[hot], table.used[hot] = 5000.0, 4900.0
+    table.refresh()
+    return rig, brain
+
+
+def test_what_is_worth_less_than_all_that_is_there_is_refused_and_known_when_it_comes_again() -> None:
+    rig, brain = worthless(4)
+    assert list(rig.put(chain("new", 4))) == [FULL] * 4 and rig.table.counters["refused"] == 4
+    assert rig.has(chain("hot", 8)) == [DRAM] * 8
+    rig.check()
+    known = brain.history.n_ghosts
+    assert known == 4
+    rig.now += 100_000
+    rig.put(chain("new", 4))
+    assert brain.history.n_ghosts <= known, "it came again: no new blocks"
+    rig.check()
+
+
+@pytest.mark.parametrize("why", ["priority", "pin"])
+def test_what_somebody_wants_kept_is_never_refused(why: str) -> None:
+    rig, _ = worthless(4)
+    batch = chain("new", 4)
+    if why == "pin":
+        rig.table.pin_keys(batch.namespace, batch.split(), [PinLevel.SOFT] * 4, [rig.now + 10_000] * 4)
+    reserved = rig.table.reserve(batch, [BLOCK] * 4, now_ms=rig.now, hints=[pack_hint(0, 60 if why == "priority" else None)] * 4)
+    assert list(reserved.codes) == [RESERVED] * 4 and rig.table.counters["refused"] == 0
+    rig.fill(reserved)
+    rig.commit(reserved)
+    rig.check()
 
 
 def test_history_is_small_and_bounded() -> None:
