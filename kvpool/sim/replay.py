@@ -49,13 +49,17 @@ class Outcome:
 class CoreReplay:
     """One worker's core. `dram_bytes` and `ssd_bytes` (0: no such tier) as a worker's settings."""
 
-    def __init__(self, *, policy: str, block_bytes: int, dram_bytes: int, ssd_bytes: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, *, policy: str, block_bytes: int, dram_bytes: int, ssd_bytes: int = 0, seed: int = 0,
+        wrap: Callable[[EvictionPolicy], EvictionPolicy] = lambda made: made,
+    ) -> None:  # fmt: skip
+        """`wrap`: what stands before each tier's policy (to measure it)."""
         self.outcome = Outcome()
         self._block_bytes = block_bytes
         self.policy: Callable[[], EvictionPolicy] = policy_of(policy)
         ssd = SlabAllocator(capacity_bytes=ssd_bytes, align=PAGE_BYTES, grow=False) if ssd_bytes else None
         self.table = BlockTable(
-            dram=SlabAllocator(capacity_bytes=dram_bytes), ssd=ssd, policy=self.policy, limits=Limits(seed=seed)
+            dram=SlabAllocator(capacity_bytes=dram_bytes), ssd=ssd, policy=lambda: wrap(self.policy()), limits=Limits(seed=seed)
         )
         layout = KVLayout.opaque(block_bytes, 512)
         self._uid = NamespaceUid(bytes(16))
