@@ -1286,7 +1286,9 @@ def test_B57_calls_that_nobody_waits_for_any_more_are_dropped(make_cluster: Make
         cluster.master.pause()
         calls = [stub.Match.future(request, timeout=1.0) for _ in range(n)]
         codes = {call.exception().code() for call in calls}
-        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}, codes
+        # (UNAVAILABLE: at full size the master stands still for so long that the channel gives the connection up)
+        assert grpc.StatusCode.DEADLINE_EXCEEDED in codes, codes
+        assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}, codes
         cluster.master.resume()
         began = time.monotonic()
         assert stub.Match(request, timeout=5).n_blocks == 0
