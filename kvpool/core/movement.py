@@ -207,14 +207,14 @@ class Movement(Copies):
 
     # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
 
-    def promote_reserve(self, block: Block) -> Slot | None:
+    def promote_reserve(self, block: Block, *, wanted: bool = False) -> Slot | None:
         """A DRAM slot for a pinned SSD block. Never waits: free room or clean victims only, that are worth less than it (where a
-        policy knows worth). None: no such room, it is in DRAM, another promotion of it is under way, or it is gone. End it by
-        `promote_done`; the block is pinned until then."""
+        policy knows worth; wanted: whatever they are worth, somebody asked for it to be there). None: no such room, it is in
+        DRAM, another promotion of it is under way, or it is gone. End it by `promote_done`; the block is pinned until then."""
         if not block.live or block.dram is not None or block.ssd is None or block.promoting or block.ssd_copy is None:
             return None
         assert self._ssd_policy is not None
-        if not self._dram_policy.by_recency and self.dram.capacity_bytes - self.dram.used_bytes < block.size:
+        if not wanted and not self._dram_policy.by_recency and self.dram.capacity_bytes - self.dram.used_bytes < block.size:
             victim = self._dram_policy.victim(block.group)
             if victim is not None and self._dram_policy.order_of(victim) <= self._ssd_policy.order_of(block.ssd_copy):
                 return None  # it would be the next to leave

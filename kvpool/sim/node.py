@@ -291,7 +291,7 @@ class SimNode(Node):
 
     # --- from SSD, as in `ssd_load` ---------------------------------------------------------------------------------------
 
-    async def load(self, block: Block, *, until: float) -> int | bytes:
+    async def load(self, block: Block, *, until: float, wanted: bool = False) -> int | bytes:
         """A pinned block from SSD: its offset in the arena when it is in DRAM now, else its bytes."""
         if block.dram is not None:
             return self.offset(block)
@@ -303,15 +303,15 @@ class SimNode(Node):
                 await sleep(self.process.loop, 0.0005)
             if block.dram is not None:
                 return self.offset(block)
-            return await self._load_alone(block)
+            return await self._load_alone(block, wanted=wanted)
         mine = self.loads[block] = self.process.loop.create_future()
         try:
-            return await self._load_alone(block)
+            return await self._load_alone(block, wanted=wanted)
         finally:
             del self.loads[block]
             mine.set_result(None)
 
-    async def _load_alone(self, block: Block) -> int | bytes:
+    async def _load_alone(self, block: Block, *, wanted: bool) -> int | bytes:
         ssd, slot = self.device, block.ssd
         if ssd is None or slot is None:
             raise TierError(Trouble.DAMAGED, "the block's copy is gone")
@@ -322,7 +322,7 @@ class SimNode(Node):
                 self.table.corrupt(block, Tiers.SSD)
                 self.after_decision()
             raise
-        target = None if block.dram is not None else self.table.promote_reserve(block)
+        target = None if block.dram is not None else self.table.promote_reserve(block, wanted=wanted)
         self.after_decision()
         if target is None:
             return data

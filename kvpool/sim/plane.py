@@ -230,7 +230,7 @@ class Plane:
             for block in pinned:
                 if block.dram is None and self.loop.time() < until:
                     try:
-                        await node.load(block, until=until)
+                        await node.load(block, until=until, wanted=True)
                     except TierError as error:
                         node.count_read_trouble(batch.namespace, error)
         finally:

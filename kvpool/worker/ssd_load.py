@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from kvpool.worker.tiers.ssd import StagedBlock
 
 
-def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
-    """A pinned block from SSD into memory, verified: its offset in the arena when it is in DRAM now, else (no room there) in
-    staging memory, to be released by the caller. In the pool only. Raises TierError; a damaged copy has been dropped then."""
+def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool = False) -> StagedBlock | int:
+    """A pinned block from SSD into memory, verified: its offset in the arena when it is in DRAM now, else (no room there, or not
+    worth it: `wanted`, it always is) in staging memory, to be released by the caller. In the pool only. Raises TierError; a
+    damaged copy has been dropped then."""
     mine = threading.Event()
     with node.lock:
         if block.dram is not None:
@@ -45,7 +46,7 @@ def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> S
             if block.dram is not None:
                 return node.offset(block)
     try:
-        return _load_alone(node, block, spec, deadline=deadline)
+        return _load_alone(node, block, spec, deadline=deadline, wanted=wanted)
     finally:
         if theirs is mine:
             with node.lock:
@@ -53,7 +54,7 @@ def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> S
             mine.set()
 
 
-def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float) -> StagedBlock | int:
+def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool) -> StagedBlock | int:
     ssd, slot = node.ssd, block.ssd
     if ssd is None or slot is None:
         raise TierError(Trouble.DAMAGED, "the block's copy is gone")
@@ -66,7 +67,7 @@ def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: floa
                 node.after_decision()
         raise
     with node.lock:
-        target = None if block.dram is not None else node.table.promote_reserve(block)
+        target = None if block.dram is not None else node.table.promote_reserve(block, wanted=wanted)
         offset = -1 if target is None else node.table.dram.place(target)[1]
         node.after_decision()
     if target is None:
@@ -103,7 +104,7 @@ def prefetch(node: Node, spec: NamespaceSpec, batch: KeyBatch, tiers: bytes | by
                 pinned = [block for block in found if block is not None]
                 cold = [block for block in pinned if block.dram is None]
             for block in cold:
-                loaded = load(node, block, spec, deadline=deadline)
+                loaded = load(node, block, spec, deadline=deadline, wanted=True)
                 if not isinstance(loaded, int):
                     loaded.release()
                     break  # no room
@@ -162,7 +163,7 @@ class BringUp:
             for block in cold:
                 if self._gone or self._answered or time.monotonic() >= self.request.deadline:
                     break
-                loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
+                loaded = load(self.node, block, self.spec, deadline=self.request.deadline, wanted=True)
                 if not isinstance(loaded, int):
                     loaded.release()
                     break  # no room: what follows could not be viewed anyway

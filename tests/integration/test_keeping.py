@@ -30,7 +30,8 @@ N = 32  # blocks that the DRAM of a worker here holds
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, dram=str(N * BLOCK)).start()
+    """One worker that evicts by recency: what is put last pushes out what is older, and not what is kept."""
+    made = Cluster(tmp_path, dram=str(N * BLOCK), env={"KVPOOL_WORKER__POLICY": "lru"}).start()
     yield made
     made.stop()
 

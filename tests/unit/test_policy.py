@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.core.block import Limits
+from kvpool.core.keys import KeyBatch
 from kvpool.core.pins import PinLevel
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
@@ -148,6 +149,18 @@ def test_what_is_held_stays_and_leaves_when_released() -> None:
     rig.now += 100_000
     rig.put(chain("z", 10))
     assert not all(rig.has(chain("a", 4)))
+
+
+def test_a_block_that_is_named_twice_in_a_batch_is_used_once() -> None:
+    rig, _ = learned(20)
+    rig.put(chain("a", 4))
+    rig.now = 1000
+    keys = chain("a", 4).split()
+    twice = KeyBatch(chain("a", 1).namespace, b"".join([*keys[:2], *keys[:1], *keys[1:3], *keys[1:2]]), chained=False)
+    assert rig.get(twice) == 6
+    blocks = rig.table.spaces[twice.namespace].blocks
+    assert [run.uses[run.index(block)] for block in map(blocks.__getitem__, keys) if (run := block.run)] == [2, 2, 2, 1]
+    rig.check()
 
 
 def test_the_put_that_follows_a_get_is_no_use_of_its_own() -> None:

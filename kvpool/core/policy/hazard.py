@@ -45,6 +45,7 @@ from kvpool.core.policy.runs import (
     Run,
     common,
     link,
+    once,
     unlink,
 )
 
@@ -117,6 +118,8 @@ class Hazard:
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
         """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
         request = self._request(tick)
+        if len(set(blocks)) + max(0, blocks.count(None) - 1) < len(blocks):
+            blocks = once(blocks)
         part: list[Block | None] = []
         uses = bytearray()
         gap: int | None = None

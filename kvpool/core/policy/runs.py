@@ -97,6 +97,17 @@ def common(members: list[Block | None], at: int, blocks: Sequence[Block | None],
     return n
 
 
+def once(blocks: Sequence[Block | None]) -> list[Block | None]:
+    """The same with gaps where a block comes again."""
+    seen: set[Block] = set()
+    found: list[Block | None] = []
+    for block in blocks:
+        found.append(None if block is None or block in seen else block)
+        if block is not None:
+            seen.add(block)
+    return found
+
+
 def link(block: Block, above: Block | None) -> None:
     """Makes it a child of its parent, when that is in a tier."""
     if not block.depth:
