@@ -1382,7 +1382,7 @@ def test_B84_slow_senders_on_every_port_starve_nobody(make_cluster: MakeCluster)
     n, seconds = scaled(300, 1000), scaled(6.0, 120.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
-    cluster = make_cluster(dram="64MiB", env={"KVPOOL_WORKER__BODY_TIMEOUT_MS": "2000"})
+    cluster = make_cluster(dram=f"{scaled(64, 160)}MiB", env={"KVPOOL_WORKER__BODY_TIMEOUT_MS": "2000"})
     worker, master = cluster.worker(), cluster.master
     assert master is not None
     ns = keyed(cluster.connect(transport="tcp"), "b84", 64 * KIB)

@@ -278,7 +278,7 @@ def stops(role: Role, *signals: int, may_die: bool = False) -> None:
         raise AssertionError(f"still there after {STOP_S + SLACK_S} s; log:\n{role.log_text()[-3000:]}") from None
     finally:
         role.kill()
-    assert status == 0 or (may_die and status in (-signals[0], 1)), (status, role.log_text()[-2000:])
+    assert status == 0 or (may_die and status in (-signals[0], 128 + signals[0], 1)), (status, role.log_text()[-2000:])
     assert time.monotonic() - began < STOP_S + SLACK_S
     for word in ("Traceback", "Fatal Python error", "never awaited", "leaked"):
         assert word not in role.log_text(), role.log_text()[-3000:]

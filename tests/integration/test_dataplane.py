@@ -479,7 +479,8 @@ def test_a_view_of_blocks_on_ssd_brings_them_up_first(make_worker: Callable[...,
         put(client, spec, "cold", 4)
         push_down(worker, client, spec, "cold", 4)
         # (for a moment all of DRAM may be dirty: then there is no room to bring them up to)
-        viewed = wait_until(lambda: (held := hold(client, spec, "cold", 4, flags=Flag.VIEW | Flag.FIRST_MISS)).count == 4 and held)
+        view = Flag.VIEW | Flag.FIRST_MISS
+        viewed = wait_until(lambda: (held := hold(client, spec, "cold", 4, flags=view)).count == 4 and held)
         answer, _ = client.read(chain(spec, "cold", 4), hold_id=HoldId(viewed.number), flags=Flag.SHARED)
         assert codes(answer) == bytes([SHARED]) * 4
 
