@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.core.policy.classes import first_key
-from kvpool.worker.learned import FILE_NAME, Learned
+from kvpool.core.policy.hazard import Hazard
+from kvpool.worker.learned import FILE_NAME, ClockFile, Learned
 
 
 def taught(directory: Path) -> Learned:
@@ -27,6 +28,19 @@ def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     assert after.policy.table.index[key] == pytest.approx(before.policy.table.index[key], rel=0.1)
     assert after.policy.table.index[key] > 1.2 * Learned(tmp_path / "elsewhere").policy.table.index[key]
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_replay_gives_the_policy_the_time_of_its_trace(tmp_path: Path) -> None:
+    clock = ClockFile(tmp_path / "clock")
+    policy: Hazard = Learned(tmp_path, clock=str(tmp_path / "clock")).policy
+    clock.set(90_000.5)
+    policy.at(5.0)
+    assert policy.now_s == 90.0, "not the worker's own time"
+    clock.set(60_000)
+    policy.at(6.0)
+    assert policy.now_s == 90.0, "and it never goes back"
+    with pytest.raises(OSError, match="nowhere"):
+        Learned(tmp_path, clock=str(tmp_path / "nowhere" / "clock"))
 
 
 def test_nothing_new_is_not_written_again(tmp_path: Path) -> None:

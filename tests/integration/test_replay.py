@@ -70,6 +70,18 @@ def workload(n_conversations: int = 8, n_turns: int = 6) -> list[Request]:
     return multi_turn(seed=3, n_conversations=n_conversations, n_turns=n_turns, system_blocks=4, turn_blocks=(1, 5))
 
 
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+def test_the_simulated_and_the_real_engine_come_to_the_same_hit_rate(tmp_path: Path, policy: str) -> None:
+    requests = multi_turn(seed=5, n_conversations=40, n_turns=6, system_blocks=4, turn_blocks=(1, 9))
+    capacity = len({block for request in requests for block in request.ids}) // 3
+    trace = write_trace(tmp_path / "t.jsonl", requests)
+    sizes = ("--block-bytes", "16KiB", "--dram", str(capacity * BLOCK), "--policy", policy)
+    real = replay(trace, "--clients", "1", *sizes)["hit_rate"]
+    sim = json.loads(run_cli("replay", trace, "--engine", "sim", "--json", *sizes).stdout)["hit_rate"]
+    assert real == pytest.approx(sim, abs=0.01)
+    assert 0.05 < sim < 0.95 * lru_hits(requests, 10**9) / sum(len(r.ids) for r in requests), "the size matters here"
+
+
 def test_a_pool_that_holds_all_hits_all_that_was_seen(tmp_path: Path) -> None:
     requests = workload()
     trace = write_trace(tmp_path / "t.jsonl", requests)
