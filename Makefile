@@ -93,6 +93,9 @@ test-engines: $(ENGINES_SETUP) ## end-to-end tests with real engines
 demo-vllm: $(ENGINES_SETUP) ## two vLLM instances, one pool, a conversation
 	$(call timed,demo of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.demo)
 
+bench-policies: $(SETUP) ## hit rates of the eviction policies as parts of the optimum, and their cost
+	$(call timed,policies,$(BIN)/python -m tests.bench.policies $(ARGS))
+
 bench-vllm: $(ENGINES_SETUP) ## throughput of vLLM with an empty pool against none
 	$(call timed,throughput of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.throughput)
 
