@@ -12,7 +12,7 @@ search for room (`room`). `BlockTable` is built on this class by way of `Movemen
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from kvpool.core.block import (
@@ -97,6 +97,7 @@ class Copies(Keeping):
             survives=self._survives_in_ssd,
             orphaned=self._drop_orphans,
             waiting=self._waiting,
+            is_of=self._is_of,
         )
         self._ssd_policy: EvictionPolicy | None = None
         self._ssd_room: Room | None = None
@@ -114,6 +115,7 @@ class Copies(Keeping):
                 survives=self._survives_in_dram,
                 orphaned=self._drop_orphans,
                 waiting=self._waiting,
+                is_of=self._is_of,
             )
 
     # --- what the rooms ask ---------------------------------------------------------------------------------------------
@@ -288,6 +290,20 @@ class Copies(Keeping):
                 kid = kid.next_kid
         for orphan in reversed(below):
             self._drop_orphan(orphan)
+
+    def _is_of(self, entry: Entry, ticks: Collection[int]) -> bool:
+        """Whether it, or what hangs below it (where the policy knows that), was used at one of these."""
+        found = [entry.block if isinstance(entry, SsdCopy) else entry]
+        while found:
+            block = found.pop()
+            assert isinstance(block, Block)
+            if max(self._used_in(block, DRAM), self._used_in(block, SSD)) in ticks:
+                return True
+            kid = block.kid
+            while kid is not None:
+                found.append(kid)
+                kid = kid.next_kid
+        return False
 
     def _drop_orphan(self, entry: Entry) -> None:
         assert isinstance(entry, Block)

@@ -9,6 +9,7 @@ when it is done and the I/O (`worker.mover`, the read path).
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
@@ -20,6 +21,7 @@ from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
+PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
 PLAN_PART: Final = 64  # of DRAM must be stored before it is looked again which dirty blocks leave soon
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
@@ -56,7 +58,7 @@ class Movement(Copies):
         groups = self._dram_policy.groups() if left > 0 else ()
         for group in groups:
             of_group = left / len(groups)
-            for entry in self._dram_policy.in_order(group):
+            for entry in islice(self._dram_policy.in_order(group), PLAN_LOOKS_MAX // len(groups)):
                 assert isinstance(entry, Block)
                 of_group -= entry.size
                 if entry in self._dirty:

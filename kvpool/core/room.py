@@ -10,7 +10,7 @@ asking class has nothing to give up, or its coldest is much younger than the oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
@@ -42,16 +42,18 @@ class Room:
         evict: Callable[[Entry], None], evict_many: Callable[[Sequence[Entry]], None], park: Callable[[Entry], None],
         set_aside: Callable[[Sequence[Entry]], None], slot_of: Callable[[Entry], Slot], survives: Callable[[Entry, int], bool],
         orphaned: Callable[[NamespaceUid, dict[int, int]], None], waiting: Mapping[int, None],
+        is_of: Callable[[Entry, Collection[int]], bool],
     ) -> None:  # fmt: skip
         """`may_leave(entry, spare_tick)`. `evict_many`: of what `policy.victims` gave, from its first on. `set_aside`: the first
         of these must be cleaned, and is no victim until then (where a policy is not by recency: a put waits for no write while
         there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there when the entry leaves this
         tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these went for good, the first
         in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`: ticks of puts that wait
-        for room; nothing of them is lost."""
+        for room; nothing of them is lost. `is_of(entry, ticks)`: whether it, or what hangs on it, was used at one of these."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
-        self._set_aside, self._survives, self._orphaned, self._waiting = set_aside, survives, orphaned, waiting
+        self._set_aside, self._survives, self._orphaned = set_aside, survives, orphaned
+        self._waiting, self._is_of = waiting, is_of
         self._turn = 0
         self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
@@ -195,14 +197,14 @@ class Room:
             if not looks[0]:
                 break
             looks[0] -= 1
+            spared = {*spare, *self._waiting}
             owners: list[Entry] = [owner for owner in extent.owners if owner is not None]
             unclean = []
             for owner in owners:
                 leave = self._may_leave(owner, spare_tick)
                 if leave is Leave.BUSY:
                     break
-                tick = self._policy.tick_of(owner)
-                if (tick in spare or tick in self._waiting) and not self._survives(owner, spare_tick):
+                if not self._survives(owner, spare_tick) and self._is_of(owner, spared):
                     break
                 if leave is Leave.DIRTY:
                     unclean.append(owner)

@@ -151,6 +151,20 @@ def test_what_is_held_stays_and_leaves_when_released() -> None:
     assert not all(rig.has(chain("a", 4)))
 
 
+@pytest.mark.parametrize("part", [1, 3])
+def test_a_chain_that_comes_in_parts_has_the_runs_of_one_that_comes_whole(part: int) -> None:
+    rig, brain = learned(600)
+    whole = chain("a", 480)
+    for at in range(0, 480, part):
+        rig.put(whole.slice(at, at + part))
+        assert len(brain._runs) <= 3
+        if at % 60 == 0:
+            rig.check()
+    rig.now = 5000
+    assert rig.get(whole) == 480 and len(brain._runs) == 1
+    rig.check()
+
+
 def test_a_block_that_is_named_twice_in_a_batch_is_used_once() -> None:
     rig, _ = learned(20)
     rig.put(chain("a", 4))

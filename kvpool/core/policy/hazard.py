@@ -34,6 +34,7 @@ from kvpool.core.policy.lifetable import LifeTable
 from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import (
     DRAM,
+    FAR,
     IN,
     IN_ANY,
     IN_DRAM,
@@ -282,6 +283,8 @@ class Hazard:
             return
         first = blocks[0]
         assert first is not None
+        if first.up is not None and first.up.run is not None:
+            self._put_together(first.up.run, request)
         end = len(blocks)
         base = first.rank
         self._reaches(base + end, request)
@@ -314,6 +317,37 @@ class Hazard:
             self.consider(run)
             end = start
             is_tail = False
+
+    def _put_together(self, run: Run, request: Request) -> None:
+        """A request that comes in parts has the runs that it would have as a whole: this one becomes part of the one above it
+        where both are its own and of one class, and so on. Each block is moved a few times at most."""
+        history, reached = self.history, self.table.reached
+        while run.tick == request.tick:
+            first = run.members[0]
+            assert first is not None
+            above = None if first.up is None else first.up.run
+            if above is None or above is run or above.tick != run.tick or above.members[-1] is not first.up:
+                return
+            key = history.key[run.no]
+            if history.key[above.no] != key or first.up.group is not first.group or not history.is_whole(run.no):  # type: ignore[union-attr]
+                return
+            for age in range(key % N_BINS + 1):
+                reached[key - key % N_BINS + age] = reached.get(key - key % N_BINS + age, 0.0) - 1.0
+            history.absorb(above.no, run.no)
+            for tier in (DRAM, SSD):
+                if run.waiting[tier] is not None:
+                    self._leave_queue(run, tier)
+                above.n[tier] += run.n[tier]
+                above.ends[tier] = FAR
+            del self._runs[run.no]
+            for block in run.members:
+                if block is not None:
+                    block.run = above
+            above.members += run.members
+            above.uses += run.uses
+            run.members, run.tick = [], 0
+            self.consider(above)
+            run = above
 
     def _reaches(self, end: int, request: Request) -> None:
         """The request has blocks up to this rank."""

@@ -106,6 +106,17 @@ class History:
         self.length[no] += 1
         self.left[no] += 1
 
+    def is_whole(self, no: int) -> bool:
+        """Nothing of the run was used again or left."""
+        return self.left[no] == self.length[no] and not self._head[no]
+
+    def absorb(self, no: int, other: int) -> None:
+        """The blocks of the other run, a whole one, are this one's; the other is no more."""
+        self.length[no] += self.length[other]
+        self.left[no] += self.left[other]
+        self.left[other] = 0
+        self.drop(other)
+
     def drop(self, no: int) -> None:
         """A run of which nothing is left."""
         assert not self._head[no]
