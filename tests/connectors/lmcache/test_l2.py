@@ -247,7 +247,7 @@ def test_a_value_of_the_wrong_size_is_no_object(pool: Cluster, start: Callable[.
 
 def test_what_a_lookup_found_stays_until_it_is_unlocked(make_cluster: MakeCluster, start: Callable[..., L2]) -> None:
     """In a pool that is full: locked objects are not evicted for others, unlocked ones are."""
-    l2 = start(make_cluster(dram="8MiB").master_address)
+    l2 = start(make_cluster(dram="8MiB", env={"KVPOOL_WORKER__POLICY": "lru"}).master_address)  # (what is put last stays)
     shape = torch.Size([1 << 19])
     locked, objs = keys_of(3), objects(3, seed=8, shape=shape, dtype=torch.uint8)
     assert l2.store(locked, objs).is_successful()
