@@ -18,6 +18,7 @@ from kvpool.cli.status import status_json
 from kvpool.core.types import MissCause, Outcome, RemoveOutcome
 from kvpool.v1 import master_pb2 as pb
 from tests.support.cluster import Cluster
+from tests.support.observe import metrics
 from tests.support.payload import payloads
 from tests.support.processes import run_cli
 from tests.support.waiting import pause, wait_until
@@ -281,12 +282,13 @@ def test_blocks_on_ssd_go_too_and_into_anothers_ssd(make_cluster: MakeCluster) -
     cluster = make_cluster(n_workers=2, dram="2MiB", ssd="64MiB")
     ns = cluster.connect().namespace("drain", LAYOUT, create=True)
     put_chains(ns, range(16))  # 10 MiB: most of it is on SSD alone
-    one, two = (str(cluster.worker(i).ready["id"]) for i in (0, 1))
+    fuller = max((0, 1), key=lambda i: metrics(cluster.worker(i))['kvpool_tier_blocks{tier="ssd"}'])  # (chance places chains)
+    one, two = (str(cluster.worker(i).ready["id"]) for i in (fuller, 1 - fuller))
     assert holders(cluster, ns, range(16)) == {one, two}
     done = drain(cluster, one)
     assert done.returncode == 0, done
     assert drained_json(done)["drain"]["blocks_moved"] > 128  # more than DRAM has
-    cluster.worker(0).kill()
+    cluster.worker(fuller).kill()
     assert_all_there(cluster.connect(), range(16), workers={two})
 
 
