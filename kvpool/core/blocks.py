@@ -203,7 +203,6 @@ class BlockTable(Holding):
     ) -> bool:
         """Gives slots to new blocks, in order, runs of one size at a time. -> must_wait."""
         waiting: list[Entry] = []
-        group = fresh[0].group
         short = over_quota = self.over_quota = False
         start = 0
         while start < len(fresh) and not (short and chained):
@@ -233,7 +232,10 @@ class BlockTable(Holding):
         if short and chained and not must_wait:
             unworthy = [block for block in fresh if block.dram is None]
             self._dram_policy.refused(unworthy, tick)
-            if not over_quota and self._dram_room.could_make(group, now=self._tick, spare_tick=tick, limit=NO_LIMIT):
+            learned = not self._dram_policy.by_recency
+            if learned and not over_quota and self._dram_room.could_make(
+                fresh[0].group, now=self._tick, spare_tick=tick, limit=NO_LIMIT
+            ):
                 self.counters["refused"] += len(unworthy)
         return must_wait
 

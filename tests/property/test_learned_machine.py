@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.property import test_blocks_machine, test_keeping_machine
-from tests.support.tables import BLOCK
 
 ALL = 1 << 30
 
@@ -70,4 +69,3 @@ def test_found_once(name: str) -> None:
         else:
             machine.demote(n_bytes=rest[0])
         machine.each_is_a_prefix()
-    assert machine.rig.block == BLOCK
