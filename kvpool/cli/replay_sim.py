@@ -49,5 +49,6 @@ def replay_sim(
     print(f"requests       {facts['requests']} with {facts['blocks']} blocks in {seconds:.1f} s")
     print(f"hit rate       {facts['hit_rate']:.4f} ({outcome.hits} blocks; by tier: {tiers})")
     print(f"of the optimum {facts['of_optimum']:.4f} at the same number of blocks")
-    print(f"stored         {outcome.stored} blocks; {outcome.ssd_written} written to SSD")
+    if policy in POLICIES:  # (the textbook's do not count what they store)
+        print(f"stored         {outcome.stored} blocks; {outcome.ssd_written} written to SSD")
     return facts, outcome.rows
