@@ -165,7 +165,7 @@ class Order:
                     self._in_flight.update(request.ids[:1])
                     self._changed.notify_all()
                     return request
-                self._changed.wait(wait_s if wait_s > 0 else None)
+                self._changed.wait(min(wait_s, threading.TIMEOUT_MAX) if wait_s > 0 else None)
             return None
 
     def done(self, request: Request) -> None:

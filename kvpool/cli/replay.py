@@ -58,8 +58,8 @@ def replay(
     from kvpool.sim.traces import load_mooncake
     from kvpool.worker.learned import ClockFile
 
-    if speed is not None and not 0 < speed < 1e9:
-        raise ConfigError(f"--speed: {speed} must be above 0")
+    if speed is not None and not 1e-3 <= speed < 1e9:
+        raise ConfigError(f"--speed: {speed} must be at least 0.001 and below 1e9")
     if engine not in ENGINES:
         raise ConfigError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
     if policy not in (known := POLICIES if engine == "real" else SIM_POLICIES):

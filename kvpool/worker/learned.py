@@ -10,12 +10,14 @@ import contextlib
 import logging
 import mmap
 import os
+import stat
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
 from kvpool.core.policy.hazard import Hazard
+from kvpool.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +26,18 @@ SAVE_S: Final = 60.0
 
 
 class ClockFile:
-    """The time of a trace that is replayed, for workers on the same machine: 8 bytes, milliseconds. Made where it is missing."""
+    """The time of a trace that is replayed, for workers on the same machine: 8 bytes, milliseconds. Made where it is missing.
+    ConfigError where it cannot be, or where another file is: that is left as it is."""
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise ConfigError(f"policy_clock: {path}: {error.strerror}") from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size not in (0, 8):
+                raise ConfigError(f"policy_clock: {path} is another file, not a clock of 8 bytes")
             os.ftruncate(fd, 8)
             self._map = mmap.mmap(fd, 8)
         finally:
@@ -46,7 +55,7 @@ class Learned:
     """The policy and its file. One thread at a time."""
 
     def __init__(self, directory: Path, *, clock: str = "") -> None:
-        """Reads what an earlier process saved. clock: path of a `ClockFile` to go by; empty: the time. OSError: no such file."""
+        """Reads what an earlier process saved. clock: a `ClockFile` to go by; empty: the time. ConfigError: it is none."""
         self.policy = Hazard(clock=ClockFile(Path(clock)).now_ms if clock else None)
         self._path = directory / FILE_NAME
         self._due_s = time.monotonic() + SAVE_S

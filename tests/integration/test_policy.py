@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.core.policy.classes import first_key
 from kvpool.core.policy.hazard import Hazard
+from kvpool.errors import ConfigError
 from kvpool.worker.learned import FILE_NAME, ClockFile, Learned
 
 
@@ -39,8 +40,11 @@ def test_a_replay_gives_the_policy_the_time_of_its_trace(tmp_path: Path) -> None
     clock.set(60_000)
     policy.at(6.0)
     assert policy.now_s == 90.0, "and it never goes back"
-    with pytest.raises(OSError, match="nowhere"):
-        Learned(tmp_path, clock=str(tmp_path / "nowhere" / "clock"))
+    (tmp_path / "notes").write_text("precious words")
+    for wrong in ("nowhere/clock", "notes", "."):
+        with pytest.raises(ConfigError, match=r"policy_clock: .*" + wrong):
+            Learned(tmp_path, clock=str(tmp_path / wrong) if wrong != "." else str(tmp_path))
+    assert (tmp_path / "notes").read_text() == "precious words"
 
 
 def test_nothing_new_is_not_written_again(tmp_path: Path) -> None:
