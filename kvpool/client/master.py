@@ -130,7 +130,8 @@ class MasterLink:
                 found = error_of(error, address=self._address or where)
                 if not isinstance(found, MasterUnavailable) or isinstance(found, StoreUnavailable):
                     raise found from error
-                reason = f"; at last: {found}"
+                if not reason or _code(error) is not grpc.StatusCode.DEADLINE_EXCEEDED:  # (what was said, not that time ran out)
+                    reason = f"; at last: {found}"
                 whole_round = self.failed(stub, hint=found.leader, gone=is_gone(error))
                 if not self._search.several and time.monotonic() >= deadline - 0.01:
                     raise found from error

@@ -30,7 +30,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.obs import logs
 from kvpool.obs.process import die_with_parent, ignore_stops, on_stops
 from kvpool.quantities import join_address
-from kvpool.worker import http
+from kvpool.worker import collector, http
 from kvpool.worker.agent import Agent
 from kvpool.worker.build import build_node
 from kvpool.worker.dataplane import DataPlane
@@ -70,7 +70,8 @@ def _run(settings: WorkerSettings) -> int:
     check_memory(settings.dram, memavailable=available_bytes(), cgroup_limit=cgroup_limit_bytes())
     token = read_token(settings.token_file)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    node = build_node(settings)
+    with collector.paused():
+        node = build_node(settings)
     try:
         gc.collect()
         gc.freeze()  # modules and adopted blocks: no collection walks them again
