@@ -226,7 +226,7 @@ class Pool:
 
     def _role(self, name: str, args: list[str]) -> RoleProcess:
         env = {}  # no flag for this one; the default leaves a config file its say
-        if self.plan.policy_clock is not None:
+        if self.plan.policy_clock is not None and name != "master":
             env["KVPOOL_WORKER__POLICY_CLOCK"] = str(self.plan.policy_clock)
         if self.plan.http_host != DEFAULT_HOST:
             env[f"KVPOOL_{name.partition('-')[0].upper()}__HTTP_HOST"] = self.plan.http_host

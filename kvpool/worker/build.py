@@ -20,7 +20,7 @@ from kvpool.core.retention import Keep, unpack_hint
 from kvpool.core.session import Reporter
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES
-from kvpool.worker.learned import Learned
+from kvpool.worker.learned import Learned, clear_unfinished
 from kvpool.worker.mover import Mover, wall_ms
 from kvpool.worker.node import Node, new_incarnation
 from kvpool.worker.scrub import Scrubber
@@ -57,6 +57,7 @@ def build_node(settings: WorkerSettings) -> Node:
         dram = DramTier(capacity_bytes=settings.dram, arena_bytes=slots.arena_bytes, gen_words=slots.gen_words)
         undo.callback(dram.close)
         reporter = Reporter()
+        clear_unfinished(settings.data_dir)
         learned = Learned(settings.data_dir, clock=settings.policy_clock) if settings.policy != "lru" else None
         table = BlockTable(
             dram=slots,

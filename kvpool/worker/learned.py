@@ -1,7 +1,8 @@
 """What a worker's learned policy has learned, kept over restarts: one small file in the data directory.
 
-Owns reading it at start (one that is damaged is set aside, and learning begins anew) and writing it every minute and at the stop,
-whole or not at all. What is in it is `core.policy.lifetable`'s.
+Owns reading it at start and writing it every minute and at the stop, whole or not at all. One that is damaged, or of another
+release, is set aside as `policy-tables.damaged`, and learning begins anew. Only the latest of those is kept, as with the index:
+it is the one that the log just spoke of, and none is worth getting back. What is in it is `core.policy.lifetable`'s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvpool.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "policy-tables"
+NEW: Final = ".new"
 SAVE_S: Final = 60.0
 
 
@@ -49,6 +51,12 @@ class ClockFile:
 
     def now_ms(self) -> int:
         return int.from_bytes(self._map[:8], "little")
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Removes what a worker left that was killed while it saved. For any policy: it may have been another one then."""
+    with contextlib.suppress(OSError):
+        (directory / FILE_NAME).with_suffix(NEW).unlink(missing_ok=True)
 
 
 class Learned:
@@ -83,7 +91,7 @@ class Learned:
             saved = self.policy.table.to_bytes() if version != self._version else b""
         if not saved:
             return
-        new = self._path.with_suffix(".new")
+        new = self._path.with_suffix(NEW)
         try:
             with new.open("wb") as out:
                 out.write(saved)

@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 MakeCluster = Callable[..., Cluster]
 BLOCK = 16_384
 LAYOUT = kvpool.KVLayout.opaque(block_bytes=BLOCK, block_tokens=1)
-KEPT = ("id", "master_id", "LOCK", "state.lock", "data.mdb", "lock.mdb", "slab-*.kv")  # for a role's next start
+KEPT = ("id", "master_id", "LOCK", "state.lock", "data.mdb", "lock.mdb", "slab-*.kv", "policy-tables")  # for a role's next start
 
 
 def files_of(directory: Path) -> set[str]:
@@ -77,7 +77,8 @@ def test_a_role_that_ends_leaves_nothing_and_starts_again_at_once(make_cluster: 
     before, temporary = shared(), tmp_path / "tmp"
     temporary.mkdir()
     env = {"TMPDIR": str(temporary)}
-    cluster = make_cluster(dram="1MiB", ssd="8MiB", worker_args=("--drain-timeout", "1s"), env=env)
+    options = ("--drain-timeout", "1s", "--policy", "hazard")  # the policy that has a file
+    cluster = make_cluster(dram="1MiB", ssd="8MiB", worker_args=options, env=env)
     fill(cluster)
     assert cluster.master is not None
     ended = cluster.master if role == "master" else cluster.worker()
@@ -96,6 +97,20 @@ def test_a_role_that_ends_leaves_nothing_and_starts_again_at_once(make_cluster: 
     else:
         cluster.start_worker(0)
     assert strange(where) == []
+
+
+def test_what_a_killed_worker_left_of_the_learned_policy_is_cleared(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(dram="1MiB")
+    where = cluster.worker_dir(0)
+    cluster.worker().kill()
+    (where / "policy-tables").write_bytes(b"damaged")
+    (where / "policy-tables.damaged").write_bytes(b"damaged before")
+    for policy in ("hazard", "lru"):
+        (where / "policy-tables.new").write_bytes(b"half of it: killed while it saved")
+        cluster.start_worker(0, extra=("--policy", policy))
+        assert strange(where) == ["policy-tables.damaged"], "the latest of them, to be looked at"
+        assert (where / "policy-tables.damaged").read_bytes() == b"damaged"
+        cluster.worker().kill()
 
 
 def test_more_signals_during_the_stop_are_no_kill(make_cluster: MakeCluster) -> None:

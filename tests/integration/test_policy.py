@@ -64,6 +64,10 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, damage: object) -> None:
     assert fresh.policy.table.index == Learned(tmp_path / "elsewhere").policy.table.index
     taught(tmp_path)
     assert path.exists()
+    path.write_bytes(b"later")
+    Learned(tmp_path)
+    assert path.with_suffix(".damaged").read_bytes() == b"later", "of all damaged ones the latest"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_disk_that_refuses_does_not_matter(tmp_path: Path) -> None:

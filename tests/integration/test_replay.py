@@ -184,6 +184,19 @@ def test_dram_larger_than_memory_is_refused_with_the_reason(tmp_path: Path) -> N
     assert not list(tmp_path.glob("kvpool-*"))
 
 
+@pytest.mark.parametrize("speed", ["-1", "0.000999", "1e9", "nan"])
+def test_a_speed_out_of_bounds_is_refused_before_anything_starts(tmp_path: Path, speed: str) -> None:
+    done = run_cli("replay", tmp_path / "not even read", "--json", f"--speed={speed}", timeout_s=20)
+    assert done.returncode == 2 and done.stderr.startswith("kvpool: error: --speed: ") and done.stderr.count("\n") == 1
+    assert "at least 0.001 and below 1e9" in done.stderr and json.loads(done.stdout)["error"]["code"] == "config"
+
+
+@pytest.mark.parametrize("speed", ["0.001", "999999999"])
+def test_a_speed_at_its_bounds_is_taken(tmp_path: Path, speed: str) -> None:
+    done = run_cli("replay", tmp_path / "absent.jsonl", "--speed", speed, timeout_s=20)
+    assert done.returncode == 1 and "--speed" not in done.stderr and "No such file" in done.stderr
+
+
 def test_ctrl_c_in_the_middle_ends_cleanly(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t.jsonl", [Request(100_000.0 * i, 1, 1, (1, i + 2)) for i in range(50)])
     role = Role(["replay", str(trace), "--json", "--speed", "1"], log=tmp_path / "log", env={"TMPDIR": str(tmp_path)})
@@ -191,6 +204,8 @@ def test_ctrl_c_in_the_middle_ends_cleanly(tmp_path: Path) -> None:
         wait_until(lambda: len(children_of(role.pid)) == 2, timeout_s=30, what="a master and a worker")
         pids = children_of(role.pid)
         wait_until(lambda: len(list(Path(f"/proc/{role.pid}/task").iterdir())) > 3, timeout_s=30, what="clients")
+        told = [b"KVPOOL_WORKER__POLICY_CLOCK=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids]
+        assert sorted(told) == [False, True], "the trace's time is for the worker alone"
         role.signal(signal.SIGINT)
         assert role.process.wait(timeout=30) == 1
     finally:
