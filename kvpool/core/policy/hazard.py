@@ -150,8 +150,7 @@ class Hazard:
                 i += k
         if gap is not None:
             request.gap = gap
-            if request.runs:
-                self._reclass(request)
+            self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
 
     def stored(self, blocks: list[Block], tick: int) -> None:
@@ -248,6 +247,10 @@ class Hazard:
 
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""
+        new = new_bucket(request.new)
+        if (new, request.gap) == request.classed:
+            return
+        request.classed = (new, request.gap)
         history = self.history
         alive = []
         for run in request.runs:
@@ -256,7 +259,7 @@ class Hazard:
             alive.append(run)
             key = history.key[run.no]
             uses = key // (N_TAILS * _CLASS_SIZE)
-            base, old = first_key(uses, 0, new_bucket(request.new), request.gap), key - key % N_BINS
+            base, old = first_key(uses, 0, new, request.gap), key - key % N_BINS
             if base != old:
                 self._change(run, base, key)
         request.runs = alive

@@ -24,11 +24,12 @@ IN, PARKED = (IN_DRAM, IN_SSD), (PARKED_DRAM, PARKED_SSD)
 class Request:
     """What is known of a request under way: its batches have one tick."""
 
-    __slots__ = ("end", "gap", "new", "refused", "runs", "tick")
+    __slots__ = ("classed", "end", "gap", "new", "refused", "runs", "tick")
 
     def __init__(self, tick: int) -> None:
         self.tick = tick
         self.gap = 0  # bucket
+        self.classed = (0, 0)  # bucket of new blocks and gap that its runs' classes were made of
         self.new = 0  # blocks that were not known
         self.end = 0  # rank behind its last block
         self.runs: list[Run] = []
