@@ -6,6 +6,7 @@ or workload.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 N_BINS: Final = 20
@@ -26,12 +27,12 @@ ONE_MORE: Final = bytes(min(uses + 1, USES_MAX) for uses in range(256))
 
 def new_bucket(n_blocks: int) -> int:
     """Of the number of a request's blocks that were not known before it."""
-    return sum(n_blocks >= edge for edge in _NEW_EDGES)
+    return bisect_right(_NEW_EDGES, n_blocks)
 
 
 def gap_bucket(gap_s: float) -> int:
     """Of the time since the previous turn of the chain that a request continues."""
-    return sum(gap_s >= edge for edge in _GAP_EDGES_S)
+    return bisect_right(_GAP_EDGES_S, gap_s)
 
 
 def first_key(uses: int, tail: int, new: int, gap: int) -> int:

@@ -29,7 +29,7 @@ from kvpool.core.policy.classes import (
     new_bucket,
 )
 from kvpool.core.policy.eviction import EvictionPolicy
-from kvpool.core.policy.history import History, fingerprint
+from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable
 from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import (
@@ -45,6 +45,7 @@ from kvpool.core.policy.runs import (
     Request,
     Run,
     common,
+    fingerprints,
     link,
     once,
     unlink,
@@ -94,14 +95,11 @@ class Hazard:
             return
         self.now_s = now_s
         history, reached, runs = self.history, self.table.reached, self._runs
+        left, length = history.left, history.length
         for no, key in history.aged(now_s):
-            reached[key] = reached.get(key, 0.0) + history.left[no] / history.length[no]
-            run = runs.get(no)
-            if run is not None:
-                for tier in (DRAM, SSD):
-                    if run.waiting[tier] is not None:
-                        self._leave_queue(run, tier)
-                        self._queue(run, tier)
+            reached[key] += left[no] / length[no]
+            if no in runs:
+                runs[no].requeue(key)
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -163,7 +161,7 @@ class Hazard:
                 start = i
 
     def _stored_chain(self, blocks: list[Block], request: Request) -> None:
-        uses = self._arrive(blocks, [fingerprint(block.key) for block in blocks], request)
+        uses = self._arrive(blocks, fingerprints(blocks), request)
         tail = blocks[-1].rank >= request.end
         self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
 
@@ -190,7 +188,7 @@ class Hazard:
         """What new blocks of the request of this tick, a stretch of one chain, would be worth if they were stored now: (how many,
         index of each) in chain order. Changes nothing."""
         history, index = self.history, self.table.index
-        prints = [fingerprint(block.key) for block in blocks]
+        prints = fingerprints(blocks)
         request = self._requests.get(tick)
         new, gap, end = (0, 0, 0) if request is None else (request.new, request.gap, request.end)
         uses = b""
@@ -214,7 +212,7 @@ class Hazard:
     def refused(self, blocks: list[Block], tick: int) -> None:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
         request = self._request(tick)
-        prints = [fingerprint(block.key) for block in blocks]
+        prints = fingerprints(blocks)
         if prints[0] in request.refused:  # asked again
             return
         request.refused.update(prints)
@@ -243,7 +241,7 @@ class Hazard:
     def _count_use(self, no: int, n_blocks: int) -> None:
         history, used = self.history, self.table.used
         key = history.key[no]
-        used[key] = used.get(key, 0.0) + n_blocks / history.length[no]
+        used[key] += n_blocks / history.length[no]
 
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""
@@ -270,13 +268,10 @@ class Hazard:
         part = history.left[run.no] / history.length[run.no]
         for age in range(key % N_BINS + 1):
             weight = part if age else 1.0
-            reached[key - key % N_BINS + age] = reached.get(key - key % N_BINS + age, 0.0) - weight
-            reached[base + age] = reached.get(base + age, 0.0) + weight
-        history.key[run.no] = base + key % N_BINS
-        for tier in (DRAM, SSD):
-            if run.waiting[tier] is not None:
-                self._leave_queue(run, tier)
-                self._queue(run, tier)
+            reached[key - key % N_BINS + age] -= weight
+            reached[base + age] += weight
+        key = history.key[run.no] = base + key % N_BINS
+        run.requeue(key)
 
     # --- runs -----------------------------------------------------------------------------------------------------------
 
@@ -305,7 +300,7 @@ class Hazard:
                     start += 1
             key = first_key(bucket, int(is_tail), new, gap)
             no = history.add(self.now_s, end - start, key, request.end)
-            reached[key] = reached.get(key, 0.0) + 1.0
+            reached[key] += 1.0
             members = blocks[start:end]
             run = Run(no, request.tick, self.now_s, base + start, members, uses[start:end])
             self._runs[no] = run
@@ -335,11 +330,10 @@ class Hazard:
             if history.key[above.no] != key or first.up.group is not first.group or not history.is_whole(run.no):  # type: ignore[union-attr]
                 return
             for age in range(key % N_BINS + 1):
-                reached[key - key % N_BINS + age] = reached.get(key - key % N_BINS + age, 0.0) - 1.0
+                reached[key - key % N_BINS + age] -= 1.0
             history.absorb(above.no, run.no)
+            run.leave_queues()
             for tier in (DRAM, SSD):
-                if run.waiting[tier] is not None:
-                    self._leave_queue(run, tier)
                 above.n[tier] += run.n[tier]
                 above.ends[tier] = FAR
             del self._runs[run.no]
@@ -363,14 +357,24 @@ class Hazard:
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""
         members = run.members
+        self.history.left[run.no] -= k
+        if k == len(members):
+            self._empty(run)
+            return
         if len(self.tiers) == 1:
             run.n[DRAM] -= k
         else:
             for block in members[at : at + k]:
                 run.n[DRAM] -= block.where & IN_DRAM  # type: ignore[union-attr]
                 run.n[SSD] -= (block.where & IN_SSD) >> 1  # type: ignore[union-attr]
-        members[at : at + k] = [None] * k
-        self.history.left[run.no] -= k
+        if at + k == len(members):
+            del members[at:], run.uses[at:]
+        elif at:
+            members[at : at + k] = [None] * k
+            return
+        else:
+            del members[:k], run.uses[:k]
+            run.base += k
         self._trim(run)
 
     def _trim(self, run: Run) -> None:
@@ -385,10 +389,14 @@ class Hazard:
                 del members[:start], run.uses[:start]
                 run.base += start
             self.consider(run)
-            return
-        for tier in (DRAM, SSD):
-            if run.waiting[tier] is not None:
-                self._leave_queue(run, tier)
+        else:
+            self._empty(run)
+
+    def _empty(self, run: Run) -> None:
+        """None of its blocks is cached and its own any more: it is forgotten but for its ghosts."""
+        run.leave_queues()
+        run.members.clear()
+        run.uses.clear()
         del self._runs[run.no]
         run.tick = 0
         if not self.history.left[run.no]:
@@ -429,7 +437,7 @@ class Hazard:
         unlink(block)
         if members[-1] is block:
             members.pop()
-            history.become_ghosts(run.no, [fingerprint(block.key)], bytes([run.uses.pop()]))
+            history.become_ghosts(run.no, fingerprints((block,)), (run.uses.pop(),))
             self._trim(run)
             self._forget()
         else:
@@ -446,7 +454,7 @@ class Hazard:
         uses = run.uses[: -n - 1 : -1]
         del run.members[-n:], run.uses[-n:]
         run.n[DRAM] -= n
-        self.history.become_ghosts(run.no, [fingerprint(block.key) for block in blocks], uses)
+        self.history.become_ghosts(run.no, fingerprints(blocks), uses)
         for block in blocks:
             block.run = None
             block.where = 0
@@ -482,18 +490,12 @@ class Hazard:
                 if run.waiting[tier] is None:
                     self._queue(run, tier)
             elif run.waiting[tier] is not None:
-                self._leave_queue(run, tier)
+                run.leave_queue(tier)
 
     def _queue(self, run: Run, tier: int) -> None:
         block = run.deepest(tier)
         group = block.group if tier == DRAM else block.ssd_copy.group  # type: ignore[union-attr]
         run.waiting[tier] = cast(RunGroup, group).push(run, self.history.key[run.no])
-
-    def _leave_queue(self, run: Run, tier: int) -> None:
-        waiting = run.waiting[tier]
-        assert waiting is not None
-        del waiting[run]
-        run.waiting[tier] = None
 
     # --- for measurement ------------------------------------------------------------------------------------------------
 

@@ -24,39 +24,36 @@ USE_BITS: Final = 4
 USE_MASK: Final = (1 << USE_BITS) - 1
 PRINT_MASK: Final = (1 << 60) - 1
 HEADS_MIN: Final = 1024
+NEVER: Final = float("inf")
+ROUNDING: Final = 1e-9
 
 
-def fingerprint(key: bytes) -> int:
-    """60 bits of a key. Two keys with the same one would share a use count, no more."""
-    return hash(key) & PRINT_MASK
+class _Queue:
+    """First in, first out queue of run numbers, with removal from the middle, in two arrays."""
 
-
-class _Queues:
-    """First in, first out queues of run numbers, with removal from the middle, in two arrays."""
-
-    def __init__(self, n: int) -> None:
-        self.first, self.last = [0] * n, [0] * n
+    def __init__(self) -> None:
+        self.first = self.last = 0
         self.after, self.before = array("I", [0]), array("I", [0])
 
-    def push(self, queue: int, no: int) -> None:
-        last = self.last[queue]
+    def push(self, no: int) -> None:
+        last = self.last
         self.before[no], self.after[no] = last, 0
         if last:
             self.after[last] = no
         else:
-            self.first[queue] = no
-        self.last[queue] = no
+            self.first = no
+        self.last = no
 
-    def remove(self, queue: int, no: int) -> None:
+    def remove(self, no: int) -> None:
         before, after = self.before[no], self.after[no]
         if before:
             self.after[before] = after
         else:
-            self.first[queue] = after
+            self.first = after
         if after:
             self.before[after] = before
         else:
-            self.last[queue] = before
+            self.last = before
 
 
 class History:
@@ -68,8 +65,10 @@ class History:
         self.left = array("I", [0])  # of these, cached or ghosts
         self.end = array("I", [0])  # rank behind the last block of the request that made it
         self.key = array("H", [0])  # class and age
-        self.ages = _Queues(N_BINS)
-        self._fading = _Queues(1)
+        self._in_time = _Queue()  # all runs, by time
+        self._oldest = [0] * (N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
+        self._soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
+        self._fading = _Queue()
         self._head = array("I", [0])  # its first ghost, 0: none
         self._next_in_slot = array("I", [0])
         self._slots = array("I", bytes(4 * HEADS_MIN))
@@ -95,10 +94,17 @@ class History:
             self.key.append(key)
             for column, value in ((self.length, length), (self.left, length), (self.end, end)):
                 column.append(value)
-            for column in (self.ages.after, self.ages.before, self._fading.after, self._fading.before, self._head,
+            for column in (self._in_time.after, self._in_time.before, self._fading.after, self._fading.before, self._head,
                            self._next_in_slot):  # fmt: skip
                 column.append(0)
-        self.ages.push(0, no)
+        self._in_time.push(no)
+        oldest = self._oldest
+        if not oldest[0]:
+            self._soonest_s = min(self._soonest_s, now_s + EDGES_S[1])
+            for age in range(N_BINS - 1):
+                if oldest[age]:
+                    break
+                oldest[age] = no
         return no
 
     def grow(self, no: int) -> None:
@@ -120,24 +126,35 @@ class History:
     def drop(self, no: int) -> None:
         """A run of which nothing is left."""
         assert not self._head[no]
-        age = self.key[no] % N_BINS
-        if age < N_BINS - 1:
-            self.ages.remove(age, no)
+        oldest = self._oldest
+        for age in range(self.key[no] % N_BINS, N_BINS - 1):
+            if oldest[age] != no:
+                break
+            oldest[age] = self._in_time.after[no]
+        self._in_time.remove(no)
         self.n_runs -= 1
         self._free.append(no)
 
     def aged(self, now_s: float) -> list[tuple[int, int]]:
         """Moves runs to the age bin that they have reached. -> (number, new `key`) for each bin that one got to, in order."""
         moved: list[tuple[int, int]] = []
-        ages, times, keys = self.ages, self.time_s, self.key
+        if now_s < self._soonest_s:
+            return moved
+        soonest_s = NEVER
+        after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
         for age in range(N_BINS - 1):
+            no = oldest[age]
             due = now_s - EDGES_S[age + 1]
-            while (no := ages.first[age]) and times[no] <= due:
-                ages.remove(age, no)
+            while no:
+                time_s = times[no]
+                if time_s > due:
+                    soonest_s = min(soonest_s, time_s + EDGES_S[age + 1])
+                    break
                 key = keys[no] = keys[no] + 1
                 moved.append((no, key))
-                if age + 1 < N_BINS - 1:
-                    ages.push(age + 1, no)
+                no = after[no]
+            oldest[age] = no
+        self._soonest_s = soonest_s * (1 - ROUNDING)
         return moved
 
     # --- ghosts ---------------------------------------------------------------------------------------------------------
@@ -148,7 +165,7 @@ class History:
         if head:
             self._unlist(no, head)
         else:
-            self._fading.push(0, no)
+            self._fading.push(no)
         column, following = self._ghost_print, self._ghost_next
         for print60, n_uses in zip(prints, uses, strict=True):
             node = self._ghost_free
@@ -199,12 +216,12 @@ class History:
         if node:
             self._list(no, self._ghost_print[node] >> USE_BITS)
         else:
-            self._fading.remove(0, no)
+            self._fading.remove(no)
         return bytes(uses)
 
     def forget_oldest(self) -> int:
         """Forgets the ghosts of the run that has some for longest. -> its number (0: there is none)."""
-        no = self._fading.first[0]
+        no = self._fading.first
         if no:
             node = self._head[no]
             self._unlist(no, node)
@@ -212,7 +229,7 @@ class History:
                 self.left[no] -= 1
                 node = self._release(node)
             self._head[no] = 0
-            self._fading.remove(0, no)
+            self._fading.remove(no)
         return no
 
     def _release(self, node: int) -> int:
@@ -256,13 +273,13 @@ class History:
     def n_bytes(self) -> int:
         """Of all arrays, with what they have in reserve."""
         words = [self.length, self.left, self.end, self.key,
-                 self.ages.after, self.ages.before, self._fading.after, self._fading.before,
+                 self._in_time.after, self._in_time.before, self._fading.after, self._fading.before,
                  self._head, self._next_in_slot, self._slots, self._ghost_print, self._ghost_next]  # fmt: skip
         return sum(map(sys.getsizeof, words)) + sys.getsizeof(self.time_s) + sys.getsizeof(self._free) + 32 * len(self._free)
 
     def check(self) -> None:
         """Asserts the invariants. O(everything)."""
-        n, heads, no = 0, 0, self._fading.first[0]
+        n, heads, no = 0, 0, self._fading.first
         while no:
             heads += 1
             node, of_run = self._head[no], 0

@@ -9,6 +9,7 @@ Gittins' (1979); hit density by class and age is from LHD (NSDI 2018).
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from typing import Final
 
 import numpy as np
@@ -35,8 +36,8 @@ class LifeTable:
     def __init__(self) -> None:
         self._reached: Floats = np.zeros((N_CLASSES, N_BINS))
         self._used: Floats = np.zeros((N_CLASSES, N_BINS))
-        self.reached: dict[int, float] = {}  # by key, since the last refresh
-        self.used: dict[int, float] = {}
+        self.reached: defaultdict[int, float] = defaultdict(float)  # by key, since the last refresh
+        self.used: defaultdict[int, float] = defaultdict(float)
         self.index: list[float] = gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES
         self.version = 0
 
@@ -57,13 +58,16 @@ class LifeTable:
         seen = np.flatnonzero(reached[:, 0] > 0)
         overall = (used.sum(0) + SHRINKAGE * PRIOR) / (reached.sum(0) + SHRINKAGE)
         chance: Floats = np.broadcast_to(overall, (len(seen), N_BINS))
-        for grouping in _GROUPINGS:
+        of_seen = reached[seen], used[seen]
+        for grouping in _GROUPINGS if len(seen) else ():
             group = seen // grouping
-            size = int(group.max()) + 1 if len(group) else 0
-            n, d = np.zeros((size, N_BINS)), np.zeros((size, N_BINS))
-            np.add.at(n, group, reached[seen])
-            np.add.at(d, group, used[seen])
-            chance = (d[group] + SHRINKAGE * chance) / (n[group] + SHRINKAGE)
+            if grouping == 1:
+                n, d = of_seen
+            else:
+                first = np.flatnonzero(np.diff(group, prepend=-1))
+                sizes = np.diff(first, append=len(seen))
+                n, d = (np.repeat(np.add.reduceat(counts, first), sizes, axis=0) for counts in of_seen)
+            chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
         worth = gittins(np.minimum(chance, CHANCE_MAX))
         for row, of_class in zip(worth.tolist(), seen.tolist(), strict=True):
             self.index[of_class * N_BINS : (of_class + 1) * N_BINS] = row
@@ -91,10 +95,16 @@ class LifeTable:
 
 def gittins(chance: Floats) -> Floats:
     """Chances of use [n, bins] of those that reach a bin -> index [n, bins], in uses a block-second."""
+    chance = np.ascontiguousarray(chance.T)
     stay = 1 - chance
-    cost = _WIDTHS_S * (1 - 0.5 * chance)  # a use comes in the middle of its bin
-    index = np.zeros_like(chance)
-    for j in range(N_BINS):
-        here = np.cumprod(np.concatenate([np.ones((len(chance), 1)), stay[:, j:-1]], 1), 1)
-        index[:, j] = (np.cumsum(here * chance[:, j:], 1) / np.cumsum(here * cost[:, j:], 1)).max(1)
-    return index
+    cost = _WIDTHS_S[:, np.newaxis] * (1 - 0.5 * chance)  # a use comes in the middle of its bin
+    here, hits, seconds, index = np.ones_like(chance), np.zeros_like(chance), np.zeros_like(chance), np.zeros_like(chance)
+    part = np.empty_like(chance)
+    for last in range(N_BINS):  # given up so many bins later: bin j + last is the last one
+        n = N_BINS - last
+        here, hits, seconds, part = here[:n], hits[:n], seconds[:n], part[:n]
+        hits += np.multiply(here, chance[last:], out=part)
+        seconds += np.multiply(here, cost[last:], out=part)
+        np.maximum(index[:n], np.divide(hits, seconds, out=part), out=index[:n])
+        here *= stay[last:]
+    return index.T

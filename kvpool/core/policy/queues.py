@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from kvpool.core.policy.lifetable import LifeTable
     from kvpool.core.policy.runs import Run
 
-Waiting = OrderedDict["Run", None]
+class Waiting(OrderedDict["Run", None]):
+    """Runs of one class and age in one group, those used longest ago first."""
+
+    __slots__ = ("group",)
+    group: RunGroup
 
 
 class RunGroup(Group):
@@ -37,7 +41,8 @@ class RunGroup(Group):
         """-> where it waits; `del` it from there."""
         waiting = self._by_key.get(key)
         if waiting is None:
-            waiting = self._by_key[key] = OrderedDict()
+            waiting = self._by_key[key] = Waiting()
+            waiting.group = self
         if not waiting:
             heappush(self._heap, (self._table.index[key], key))
             waiting[run] = None

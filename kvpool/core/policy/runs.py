@@ -5,9 +5,10 @@ A family: a block knows its parent and its children that are in a tier of this w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvpool.core.policy.history import PRINT_MASK
 from kvpool.core.types import HASH_BYTES, Key
 
 if TYPE_CHECKING:
@@ -61,6 +62,28 @@ class Run:
             found.append(block)
         return found
 
+    def requeue(self, key: int) -> None:
+        """It is of this class and age now."""
+        waiting = self.waiting
+        in_dram, in_ssd = waiting
+        if in_dram is not None:
+            del in_dram[self]
+            waiting[DRAM] = in_dram.group.push(self, key)
+        if in_ssd is not None:
+            del in_ssd[self]
+            waiting[SSD] = in_ssd.group.push(self, key)
+
+    def leave_queue(self, tier: int) -> None:
+        waiting = self.waiting[tier]
+        assert waiting is not None
+        del waiting[self]
+        self.waiting[tier] = None
+
+    def leave_queues(self) -> None:
+        for tier in (DRAM, SSD):
+            if self.waiting[tier] is not None:
+                self.leave_queue(tier)
+
     def deepest(self, tier: int) -> Block:
         bit, base, members = IN[tier], self.base, self.members
         i = min(len(members), self.ends[tier] - base) - 1
@@ -84,6 +107,11 @@ class Run:
         """Where it is in `members`."""
         at = block.rank - self.base
         return at if self.is_at(block, at) else self.members.index(block)  # (not of one chain)
+
+
+def fingerprints(blocks: Iterable[Block]) -> list[int]:
+    """60 bits of each key. Two keys with the same ones would share a use count, no more."""
+    return [hash(block.key) & PRINT_MASK for block in blocks]
 
 
 def common(members: list[Block | None], at: int, blocks: Sequence[Block | None], i: int) -> int:
