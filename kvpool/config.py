@@ -181,7 +181,7 @@ class WorkerSettings(_Served):
     staging_bytes: Size = Field(256 * MIB, ge=MIB, le=64 * GIB, description="buffers for SSD reads and writes")
     high_watermark: Number = Field(0.9, gt=0, le=1, description="fill of the DRAM tier that starts making room")
     low_watermark: Number = Field(0.75, ge=0, lt=1, description="fill down to which blocks are kept ready to go")
-    policy: Literal["lru", "hazard"] = Field("lru", description="what leaves next: lru, or hazard (learned from use)")
+    policy: Literal["hazard", "lru"] = Field("hazard", description="what leaves next: hazard (learned from use), or lru")
     policy_clock: Text = Field("", description="file with the time that the policy goes by, of a replay; empty: the time")
     ssd_admission: Literal["index", "second_use"] = Field("index", description="what SSD takes: index (by worth), second_use")
     ssd_write_bytes_per_s: Size = Field(0, ge=0, le=64 * GIB, description="written to SSD at most; 0: no limit")

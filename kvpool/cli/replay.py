@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpool.cli.pool import Pool
     from kvpool.sim.traces import Served
 
-POLICIES = ("lru", "hazard")  # of workers
+POLICIES = ("hazard", "lru")  # of workers
 SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
 ENGINES = ("real", "sim")
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
@@ -39,8 +39,8 @@ def replay(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
     policy: Annotated[
-        str, typer.Option("--policy", metavar="P", help="lru, hazard (learned); with --engine sim also arc, lru2, s3fifo.")
-    ] = "lru",
+        str, typer.Option("--policy", metavar="P", help="hazard (learned), lru; with --engine sim also arc, lru2, s3fifo.")
+    ] = "hazard",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page of it.")] = None,
     data_dir: DataDir = None,

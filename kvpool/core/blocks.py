@@ -211,7 +211,7 @@ class BlockTable(Holding):
             while end < len(fresh) and fresh[end].group is group:
                 end += 1
             run = fresh[start:end]
-            slots = self._run_slots(run, group, tick, waiting)
+            slots = self._run_slots(run, group, tick, waiting, chained=chained)
             over_quota = over_quota or self.over_quota
             for block, slot in zip(run, slots, strict=False):
                 block.dram = slot
@@ -239,10 +239,13 @@ class BlockTable(Holding):
                 self.counters["refused"] += len(unworthy)
         return must_wait
 
-    def _run_slots(self, run: list[Block], group: Group, tick: int, waiting: list[Entry]) -> list[Slot]:
+    def _run_slots(
+        self, run: list[Block], group: Group, tick: int, waiting: list[Entry], *, chained: bool
+    ) -> list[Slot]:
         """Up to one slot for each, in order, as far as what must leave for them is worth less than they are; whatever it is worth
-        where somebody said that they matter."""
-        if self.dram.capacity_bytes - self.dram.used_bytes >= len(run) * run[0].size or any(map(self._matters, run)):
+        where they are no chain's, or somebody said that they matter."""
+        is_room = self.dram.capacity_bytes - self.dram.used_bytes >= len(run) * run[0].size
+        if is_room or not chained or any(map(self._matters, run)):
             parts: Sequence[tuple[int, float]] = ((len(run), NO_LIMIT),)
         else:
             parts = self._dram_policy.limits(run, tick)

@@ -154,15 +154,16 @@ class Hazard:
     def stored(self, blocks: list[Block], tick: int) -> None:
         """New blocks of one batch in chain order, of the request of this tick."""
         request = self._request(tick)
+        goes_on = blocks[-1].rank >= request.end
+        self._reaches(blocks[-1].rank + 1, request)
         start = 0
         for i in range(1, len(blocks) + 1):
             if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
-                self._stored_chain(blocks[start:i], request)
+                self._stored_chain(blocks[start:i], request, tail=goes_on and i == len(blocks))
                 start = i
 
-    def _stored_chain(self, blocks: list[Block], request: Request) -> None:
+    def _stored_chain(self, blocks: list[Block], request: Request, *, tail: bool) -> None:
         uses = self._arrive(blocks, fingerprints(blocks), request)
-        tail = blocks[-1].rank >= request.end
         self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
 
     def _arrive(self, blocks: Sequence[Block], prints: list[int], request: Request) -> bytearray:
@@ -245,22 +246,20 @@ class Hazard:
 
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""
-        new = new_bucket(request.new)
-        if (new, request.gap) == request.classed:
-            return
-        request.classed = (new, request.gap)
+        classed = new, _ = new_bucket(request.new), request.gap
+        runs: Sequence[Run] = request.runs
+        if classed == request.classed:
+            runs = () if request.tail is None else (request.tail,)
+        request.classed, request.tail = classed, None
         history = self.history
-        alive = []
-        for run in request.runs:
+        for run in runs:
             if run.tick != request.tick or not run.members:
                 continue
-            alive.append(run)
             key = history.key[run.no]
             uses = key // (N_TAILS * _CLASS_SIZE)
             base, old = first_key(uses, 0, new, request.gap), key - key % N_BINS
             if base != old:
                 self._change(run, base, key)
-        request.runs = alive
 
     def _change(self, run: Run, base: int, key: int) -> None:
         """Another class, from the beginning of its life."""
@@ -312,6 +311,8 @@ class Hazard:
                 n_ssd += where & IN_SSD
             run.n = [n_dram, n_ssd >> 1]
             request.runs.append(run)
+            if is_tail:
+                request.tail = run
             self.consider(run)
             end = start
             is_tail = False
@@ -350,9 +351,9 @@ class Hazard:
         """The request has blocks up to this rank."""
         if end > request.end:
             request.end = end
+            request.runs = [run for run in request.runs if run.tick == request.tick and run.members]
             for run in request.runs:
-                if run.members:
-                    self.history.end[run.no] = end
+                self.history.end[run.no] = end
 
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""

@@ -82,7 +82,7 @@ class HazardTier:
 
     def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
         blocks = cast("Sequence[Block]", entries)
-        if any(b.parent != a.key[:HASH_BYTES] for a, b in pairwise(blocks)):
+        if not self._brain.table.is_sure or any(b.parent != a.key[:HASH_BYTES] for a, b in pairwise(blocks)):
             return ((len(blocks), NO_LIMIT),)
         late = 1 + TIE * self._brain.now_s
         return [(n, -worth * late) for n, worth in self._brain.worth_new(blocks, tick)]

@@ -21,6 +21,7 @@ DECAY: Final = 0.95  # of all counts at a refresh
 SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a finer one's
 PRIOR: Final = 0.25  # chance of use in one doubling of age before anything is known: the order of LRU
 CHANCE_MAX: Final = 0.999
+EVIDENCE_MIN: Final = 1000.0  # runs, the later ones weighing more, that say enough to refuse a put by
 _GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS, 1)  # coarse to fine
 _WIDTHS_S: Final = np.diff(np.array(EDGES_S))
 _MAGIC: Final = b"KVLT\x01"
@@ -40,6 +41,7 @@ class LifeTable:
         self.used: defaultdict[int, float] = defaultdict(float)
         self.index: list[float] = gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES
         self.version = 0
+        self.is_sure = False  # enough was seen to refuse new blocks by it
 
     def refresh(self) -> None:
         """Takes in what was counted since the last time and makes the index anew. O(classes seen), about 1.5 ms for 200."""
@@ -71,6 +73,7 @@ class LifeTable:
         worth = gittins(np.minimum(chance, CHANCE_MAX))
         for row, of_class in zip(worth.tolist(), seen.tolist(), strict=True):
             self.index[of_class * N_BINS : (of_class + 1) * N_BINS] = row
+        self.is_sure = float(reached[:, 0].sum()) >= EVIDENCE_MIN
         self.version += 1
 
     def to_bytes(self) -> bytes:

@@ -1,14 +1,17 @@
 """Order of the learned policy: runs of blocks by class and age, the class and age that is worth least first.
 
 All runs of one class and age are worth the same, so the one to go next is found without looking at any other: exactly the
-least, where sampling would find about the least. Among equals the one used longest ago goes first.
+least, where sampling would find about the least. Among equals the one used longest ago goes first, also where classes are
+worth the same (all are before anything was learned).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from kvpool.core.policy.eviction import Group, GroupKey
@@ -33,7 +36,8 @@ class RunGroup(Group):
         super().__init__(key)
         self._table = table
         self._by_key: dict[int, Waiting] = {}
-        self._heap: list[tuple[float, int]] = []  # (worth, key): every key that has runs, perhaps some that have none
+        # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over
+        self._heap: list[tuple[float, float, int]] = []
         self._version = table.version
         self.n_entries = 0  # blocks of the group in the tier, also of runs that may not lose one now
 
@@ -44,12 +48,13 @@ class RunGroup(Group):
             waiting = self._by_key[key] = Waiting()
             waiting.group = self
         if not waiting:
-            heappush(self._heap, (self._table.index[key], key))
+            heappush(self._heap, (self._table.index[key], run.time_s, key))
             waiting[run] = None
         else:
             waiting[run] = None
             if run.time_s < next(iter(waiting)).time_s:
                 waiting.move_to_end(run, last=False)
+                heappush(self._heap, (self._table.index[key], run.time_s, key))
         return waiting
 
     def first(self) -> Run | None:
@@ -58,24 +63,28 @@ class RunGroup(Group):
             self._sort()
         heap, by_key = self._heap, self._by_key
         while heap:
-            waiting = by_key[heap[0][1]]
+            worth, time_s, key = heap[0]
+            waiting = by_key[key]
             if waiting:
-                return next(iter(waiting))
-            heappop(heap)
+                run = next(iter(waiting))
+                if run.time_s <= time_s:
+                    return run
+                heapreplace(heap, (worth, run.time_s, key))
+            else:
+                heappop(heap)
         return None
 
     def in_order(self) -> Iterator[tuple[float, Run]]:
         """All that may lose a block, with their worth, the next first. Nothing may change meanwhile."""
-        if self._version != self._table.version:
-            self._sort()
-        seen = set()
-        for worth, key in sorted(self._heap):
-            if key not in seen:
-                seen.add(key)
-                for run in self._by_key[key]:
-                    yield worth, run
+        self._sort()
+        for worth, runs in groupby(sorted(self._heap), key=itemgetter(0)):
+            alike = [self._by_key[key] for _, _, key in runs]
+            for run in alike[0] if len(alike) == 1 else merge(*alike, key=attrgetter("time_s")):
+                yield worth, run
 
     def _sort(self) -> None:
         self._version = self._table.version
-        self._heap = [(self._table.index[key], key) for key, waiting in self._by_key.items() if waiting]
+        self._heap = [
+            (self._table.index[key], next(iter(waiting)).time_s, key) for key, waiting in self._by_key.items() if waiting
+        ]
         heapify(self._heap)

@@ -25,7 +25,7 @@ IN, PARKED = (IN_DRAM, IN_SSD), (PARKED_DRAM, PARKED_SSD)
 class Request:
     """What is known of a request under way: its batches have one tick."""
 
-    __slots__ = ("classed", "end", "gap", "new", "refused", "runs", "tick")
+    __slots__ = ("classed", "end", "gap", "new", "refused", "runs", "tail", "tick")
 
     def __init__(self, tick: int) -> None:
         self.tick = tick
@@ -34,6 +34,7 @@ class Request:
         self.new = 0  # blocks that were not known
         self.end = 0  # rank behind its last block
         self.runs: list[Run] = []
+        self.tail: Run | None = None  # the one that is classed as its end
         self.refused: set[int] = set()  # keys' fingerprints of its blocks that were not stored: asked again they are no use
 
 
