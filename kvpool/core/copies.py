@@ -246,13 +246,14 @@ class Copies(Keeping):
         block = entry.block
         slot = block.ssd
         assert slot is not None
-        tick, rank = self._ssd_policy.place_of(entry) if self._ssd_policy is not None else (0, 0)
+        emptying = self._dram_room.emptying and self._ssd_policy is not None
+        tick, rank = self._ssd_policy.place_of(entry) if emptying else (0, 0)  # type: ignore[union-attr]
         if block.dram is None and block.kid is not None:
             self._drop_below(block)
         self._lose_ssd_entry(block)
         self._free_ssd(slot)
         if block.dram is None:
-            if self._dram_room.emptying:  # (not the coldest of both tiers then)
+            if emptying:  # (not the coldest of both tiers then)
                 self._drop_orphans(block.space.uid, {tick: rank})
             self._expel(block, MissCause.EVICTED, SSD)
             self.counters["evicted"] += 1

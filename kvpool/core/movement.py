@@ -82,18 +82,19 @@ class Movement(Copies):
         taken = 0
         while self._wants_cleaning():
             asked = self._urgent or self._soon or self._through
-            ahead = not asked
+            ahead, tick = not asked, 0
             if asked or self._dram_policy.by_recency:
                 block = next(iter(asked or self._dirty))
             else:
                 block = self._plan[-1]
-                if block not in self._dirty or not self._ssd_wants(block, self._dram_policy.tick_of(block)):
+                tick = self._dram_policy.tick_of(block) if block in self._dirty else 0
+                if not tick or not self._ssd_wants(block, tick):
                     self._plan.pop()
                     continue
             if found and taken + block.size > max_bytes:
                 break
             if ahead:
-                block.spare_tick = self._dram_policy.tick_of(block)
+                block.spare_tick = tick or self._dram_policy.tick_of(block)
             self._urgent.pop(block, None)
             self._soon.pop(block, None)
             self._through.pop(block, None)
@@ -123,13 +124,12 @@ class Movement(Copies):
             return None
         uid = block.space.uid
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, block.size)))
-        if not self._ssd_within_quota(block.space, group, size=block.size, spare_tick=block.spare_tick,
-                                      limit=self._dram_policy.order_of(block)):  # fmt: skip
+        order = self._dram_policy.order_of(block)
+        if not self._ssd_within_quota(block.space, group, size=block.size, spare_tick=block.spare_tick, limit=order):
             block.refused = True
             return None
         owners = [SsdCopy(group, block)]
         slots = self.ssd.allocate(uid, block.size, 1, owners=owners)
-        order = self._dram_policy.order_of(block)
         keeps = self._must_stay(block)
         if keeps:
             limit = NO_LIMIT
@@ -203,7 +203,7 @@ class Movement(Copies):
         assert isinstance(copy, SsdCopy) and copy.block is block
         block.ssd, block.ssd_copy = slot, copy
         tick, rank = self._tick, block.depth
-        if self._dram_policy.tick_of(block):  # as recent as it is in DRAM
+        if block.dram is not None:  # as recent as it is in DRAM
             tick, rank = self._dram_policy.place_of(block)
         self._ssd_policy.add([copy], max(1, tick), [rank])
 

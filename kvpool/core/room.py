@@ -168,8 +168,10 @@ class Room:
         """A class whose coldest entry is much older than this one's coldest. (None also when this one has nothing: then `make`
         looks at all others.)"""
         groups = self._policy.groups()
+        if len(groups) < 2:
+            return None
         own_age = now - self._tail_tick(group, now)
-        if len(groups) < 2 or own_age < 0:
+        if own_age < 0:
             return None
         best, best_age = None, max(1, own_age) * TAIL_AGE_RATIO
         for step in range(min(DONORS_MAX, len(groups))):

@@ -478,25 +478,35 @@ class Hazard:
                 history.drop(no)
 
     def consider(self, run: Run) -> None:
-        """Queues the run in each tier where its deepest block may leave, and takes it out elsewhere."""
-        for tier in (DRAM, SSD):
-            may = False
-            if run.n[tier]:
-                block = run.deepest(tier)
-                if tier == DRAM:
-                    may = not block.where & PARKED_DRAM and not block.n_dram_kids
-                else:
-                    may = not block.where & PARKED_SSD and (block.kid is None or bool(block.where & IN_DRAM))
-            if may:
-                if run.waiting[tier] is None:
-                    self._queue(run, tier)
-            elif run.waiting[tier] is not None:
-                run.leave_queue(tier)
+        """Queues the run in each tier where its deepest block may leave, and takes it out elsewhere: in DRAM it may when no child
+        is there, on SSD when none is anywhere, or the block itself is in DRAM too."""
+        n_dram, n_ssd = run.n
+        if n_dram or run.waiting[DRAM] is not None:
+            self.consider_dram(run)
+        if n_ssd or run.waiting[SSD] is not None:
+            self.consider_ssd(run)
 
-    def _queue(self, run: Run, tier: int) -> None:
-        block = run.deepest(tier)
-        group = block.group if tier == DRAM else block.ssd_copy.group  # type: ignore[union-attr]
-        run.waiting[tier] = cast(RunGroup, group).push(run, self.history.key[run.no])
+    def consider_dram(self, run: Run) -> None:
+        if run.n[DRAM]:
+            block = run.deepest(DRAM)
+            if not block.n_dram_kids and not block.where & PARKED_DRAM:
+                if run.waiting[DRAM] is None:
+                    run.waiting[DRAM] = cast("RunGroup", block.group).push(run, self.history.key[run.no])
+                return
+        if run.waiting[DRAM] is not None:
+            run.leave_queue(DRAM)
+
+    def consider_ssd(self, run: Run) -> None:
+        if run.n[SSD]:
+            block = run.deepest(SSD)
+            where = block.where
+            if not where & PARKED_SSD and (block.kid is None or where & IN_DRAM):
+                if run.waiting[SSD] is None:
+                    group = cast("RunGroup", block.ssd_copy.group)  # type: ignore[union-attr]
+                    run.waiting[SSD] = group.push(run, self.history.key[run.no])
+                return
+        if run.waiting[SSD] is not None:
+            run.leave_queue(SSD)
 
     # --- for measurement ------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, link
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, SSD, link
 from kvpool.core.types import HASH_BYTES
 
 if TYPE_CHECKING:
-    from kvpool.core.block import Block, SsdCopy
+    from kvpool.core.block import Block
     from kvpool.core.policy.hazard import Hazard
     from kvpool.core.policy.runs import Run
 
@@ -57,23 +57,28 @@ class HazardTier:
         fresh: list[Block] = []
         above: Block | None = None
         for entry in entries:
-            block = self._block(entry)
-            cast(RunGroup, entry.group).n_entries += 1
+            block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+            entry.group.n_entries += 1  # type: ignore[attr-defined]
             if not block.where & IN_ANY:
                 brain.n_cached += 1
                 if block.up is None:
                     link(block, above)
             block.where |= bit
-            if tier == DRAM and block.up is not None:
-                block.up.n_dram_kids += 1
-                if block.up.run is not None:
-                    brain.consider(block.up.run)
-            run = block.run
+            run, up = block.run, block.up
+            if tier == DRAM and up is not None:
+                up.n_dram_kids += 1
             if run is None:
                 fresh.append(block)
+                if up is not None and up.run is not None:
+                    brain.consider(up.run)
             else:
                 run.joined(block, tier)
-                brain.consider(run)
+                if tier == DRAM:
+                    brain.consider(run)
+                    if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:
+                        brain.consider_dram(up.run)
+                else:
+                    brain.consider_ssd(run)
             above = block
         if brain.n_cached > brain.n_cached_max:
             brain.n_cached_max = brain.n_cached
@@ -96,31 +101,42 @@ class HazardTier:
             self._brain.used(cast("Sequence[Block | None]", entries), tick)
 
     def remove(self, entry: Entry) -> None:
-        block, brain, tier = self._block(entry), self._brain, self._tier
-        if not block.where & self._in:
+        brain, tier = self._brain, self._tier
+        block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        where = block.where
+        if not where & self._in:
             return
-        block.where &= ~(self._in | self._parked)
-        cast(RunGroup, entry.group).n_entries -= 1
+        where = block.where = where & ~(self._in | self._parked)
+        entry.group.n_entries -= 1  # type: ignore[attr-defined]
         run = block.run
         assert run is not None
         run.n[tier] -= 1
         up = block.up
-        if tier == DRAM and up is not None:
-            up.n_dram_kids -= 1
-        if not block.where & IN_ANY:
-            brain.n_cached -= 1
-            brain.leave(block)
-        else:
-            brain.consider(run)
-        if up is not None and up.run is not None and up.run is not run:
-            brain.consider(up.run)
+        above = up.run if up is not None and up.run is not run else None
+        if tier == DRAM:
+            if up is not None:
+                up.n_dram_kids -= 1
+                if above is not None:
+                    brain.consider_dram(above)
+            if where & IN_ANY:
+                brain.consider(run)
+                return
+        elif where & IN_ANY:
+            brain.consider_ssd(run)
+            return
+        brain.n_cached -= 1
+        brain.leave(block)
+        if above is not None:
+            brain.consider_ssd(above)
 
     def victim(self, group: Group) -> Entry | None:
-        run = cast(RunGroup, group).first()
-        return None if run is None else self._entry(run.deepest(self._tier))
+        run: Run | None = group.first()  # type: ignore[attr-defined]
+        if run is None:
+            return None
+        return run.deepest(DRAM) if self._tier == DRAM else run.deepest(SSD).ssd_copy
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
-        run = cast(RunGroup, group).first()
+        run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return ()
         return (self._entry(run.deepest(self._tier)),) if self._tier != DRAM else run.end_of(n, run.deepest(DRAM))
@@ -168,7 +184,7 @@ class HazardTier:
             heappush(above, (self._brain.table.index[self._brain.history.key[up.no]], up.no, up))
 
     def tick_of(self, entry: Entry) -> int:
-        block = self._block(entry)
+        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
         return block.run.tick if block.run is not None and block.where & self._in else 0
 
     def was_reused(self, entry: Entry) -> bool:
@@ -179,7 +195,8 @@ class HazardTier:
         return self.tick_of(entry), self._block(entry).rank
 
     def order_of(self, entry: Entry) -> float:
-        block, brain = self._block(entry), self._brain
+        brain = self._brain
+        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
         run = block.run
         if run is None or not block.where & self._in:
             return NOT_HERE
@@ -210,7 +227,7 @@ class HazardTier:
 
     def park(self, entry: Entry) -> None:
         block = self._block(entry)
-        if block.where & self._in and not block.where & self._parked:
+        if block.where & (self._in | self._parked) == self._in:
             block.where |= self._parked
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
@@ -227,7 +244,7 @@ class HazardTier:
         self._brain.check()
 
     def _block(self, entry: Entry) -> Block:
-        return cast("Block", entry) if self._tier == DRAM else cast("SsdCopy", entry).block
+        return entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, return-value]
 
     def _entry(self, block: Block) -> Entry:
         return block if self._tier == DRAM else cast(Entry, block.ssd_copy)

@@ -86,20 +86,27 @@ class Run:
                 self.leave_queue(tier)
 
     def deepest(self, tier: int) -> Block:
-        bit, base, members = IN[tier], self.base, self.members
-        i = min(len(members), self.ends[tier] - base) - 1
-        while i >= 0:
-            block = members[i]
-            if block is not None and block.where & bit:
-                self.ends[tier] = base + i + 1
-                return block
+        bit, members = IN[tier], self.members
+        i = self.ends[tier] - self.base
+        if i > len(members):
+            i = len(members)
+        block = members[i - 1]
+        if block is not None and block.where & bit:
+            return block
+        while i > 1:
             i -= 1
+            block = members[i - 1]
+            if block is not None and block.where & bit:
+                self.ends[tier] = self.base + i
+                return block
         raise AssertionError("it has none in this tier")
 
     def joined(self, block: Block, tier: int) -> None:
         """A member has a copy in this tier now."""
         self.n[tier] += 1
-        self.ends[tier] = max(self.ends[tier], block.rank + 1 if self.is_at(block, block.rank - self.base) else FAR)
+        end = block.rank + 1
+        if end > self.ends[tier] or not self.is_at(block, block.rank - self.base):
+            self.ends[tier] = FAR
 
     def is_at(self, block: Block, at: int) -> bool:
         return 0 <= at < len(self.members) and self.members[at] is block
