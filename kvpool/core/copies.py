@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final
+from itertools import pairwise
+from typing import Final, cast
 
 from kvpool.core.block import (
     DRAM,
@@ -67,6 +68,7 @@ class Copies(Keeping):
         self.n_demoting = 0
         self._demoting_bytes = 0
         self._n_flights = 0  # demotions that have a slot
+        self._unplaced: dict[tuple[Group, int], set[Block]] = {}  # those that have none yet, by class and tick that is spared
         self._flights_coldest: float = NO_LIMIT  # order of the coldest of them, since there were none
         self.held_bytes = {DRAM: 0, SSD: 0}
         self._budget = WriteBudget(bytes_per_s=limits.ssd_bytes_per_s, bytes_per_day=limits.ssd_bytes_per_day)
@@ -144,8 +146,9 @@ class Copies(Keeping):
         if size > self.ssd.largest_size():
             return False
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
-        could = self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
-        return could or self.ssd.has_room(uid, size)
+        if self.ssd.has_room(uid, size):
+            return True
+        return self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
 
     def _wants_second_use(self, block: Block) -> bool:
         """Whether the SSD tier takes it only once it was used again."""
@@ -225,21 +228,47 @@ class Copies(Keeping):
             self._report(block.space.uid, block.key, 2, None, block.size)
 
     def _evict_dram_many(self, entries: Sequence[Entry]) -> None:
-        if self.ssd is not None:
+        blocks = cast("Sequence[Block]", entries)
+        stay = blocks[0].ssd is not None
+        if self.ssd is not None and not stay and not _is_an_end(blocks):
             for entry in entries:
                 self._evict_dram(entry)
             return
         self._dram_policy.retire(entries)
-        for block in entries:
-            assert isinstance(block, Block) and block.dram is not None
+        for block in blocks:
+            assert block.dram is not None and (block.ssd is not None) is stay
             slot, block.dram = block.dram, None
+            if block.dirty:
+                self._undirty(block)
+                self.counters["dropped_dirty"] += 1
             self._free_dram(slot)
-            self._expel(block, MissCause.EVICTED, DRAM)
-        self.counters["evicted"] += len(entries)
+            if stay:
+                self._report(block.space.uid, block.key, 2, None, block.size)
+            else:
+                self._expel(block, MissCause.EVICTED, DRAM)
+        self.counters["evicted_dram" if stay else "evicted"] += len(blocks)
 
     def _evict_ssd_many(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._evict_ssd(entry)
+        blocks = [entry.block for entry in cast("Sequence[SsdCopy]", entries)]
+        stay = blocks[0].dram is not None
+        if self._ssd_policy is None or self._dram_room.emptying or (not stay and not _is_an_end(blocks)):
+            for entry in entries:
+                self._evict_ssd(entry)
+            return
+        self._ssd_policy.retire(entries)
+        for block in blocks:
+            assert block.ssd is not None and (block.dram is not None) is stay
+            slot = block.ssd
+            block.ssd = block.ssd_copy = None
+            self._free_ssd(slot)
+            if stay:
+                self._make_dirty(block)
+                self._report(block.space.uid, block.key, 1, None, block.size)
+            else:
+                self._expel(block, MissCause.EVICTED, SSD)
+        if stay:
+            self._ahead_from_bytes = self.stored_bytes + self.dram.capacity_bytes // RESUME_PART
+        self.counters["evicted_ssd" if stay else "evicted"] += len(blocks)
 
     def _evict_ssd(self, entry: Entry) -> None:
         assert isinstance(entry, SsdCopy)
@@ -479,6 +508,13 @@ class Copies(Keeping):
                 self._ssd_actions.append(SsdExtentCreated(action.number, action.arena, action.slot_bytes, action.n_slots))
             elif isinstance(action, PunchExtent):
                 self._ssd_actions.append(SsdExtentDropped(action.number))
+
+
+def _is_an_end(blocks: Sequence[Block]) -> bool:
+    """Whether nothing hangs below these, each the parent of the one before, but they themselves."""
+    if blocks[0].kid is not None:
+        return False
+    return all(above.kid is block and block.next_kid is None for block, above in pairwise(blocks))
 
 
 def _dram_slot(entry: Entry) -> Slot:

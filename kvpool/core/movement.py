@@ -23,6 +23,7 @@ FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
 PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
 PLAN_PART: Final = 64  # of DRAM must be stored before it is looked again which dirty blocks leave soon
+PLACED_AT_ONCE: Final = 64  # blocks for whose records room is made on SSD by one call
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
 
@@ -105,6 +106,7 @@ class Movement(Copies):
             block.demoting = True
             self.n_demoting += 1
             self._demoting_bytes += block.size
+            self._unplaced.setdefault((block.group, block.spare_tick), set()).add(block)
             taken += block.size
             found.append(block)
         return found
@@ -115,6 +117,7 @@ class Movement(Copies):
         Drain the actions before writing to it: it may have to be erased first, its file to be made. None: no room for it, or
         the block is gone (`ssd_done(block, None, ok=False)`)."""
         assert block.demoting, "not a block of clean_candidates"
+        n_alike = self._placed(block)
         if self.ssd is None or self._ssd_room is None or self._ssd_policy is None or not block.live or block.ssd is not None:
             return None
         if not self._budget.allows() or (self._wants_second_use(block) and not self._ssd_wants(block, block.spare_tick)):
@@ -135,9 +138,10 @@ class Movement(Copies):
             limit = NO_LIMIT
         else:
             limit = self._coldest_in_dram(block) if self._dram_policy.by_recency else order
+        need = 1 if self.shelves or block.space.share is not None else min(PLACED_AT_ONCE, 1 + n_alike)
         while not slots:
             rank = PRIORITY_DEFAULT if block.keep is None else block.keep.rank
-            evicted, _ = self._make_room(SSD, group, 1, spare_tick=block.spare_tick, limit=limit, rank=rank)
+            evicted, _ = self._make_room(SSD, group, need, spare_tick=block.spare_tick, limit=limit, rank=rank)
             if not block.live:  # what it hangs on went
                 return None
             if not evicted or self.ssd.no_place:
@@ -150,6 +154,17 @@ class Movement(Copies):
         self._n_flights += 1
         block.flight = slots[0]
         return block.flight
+
+    def _placed(self, block: Block) -> int:
+        """It waits for no slot any more. -> how many do for which the same may leave."""
+        of = block.group, block.spare_tick
+        alike = self._unplaced.get(of)
+        if alike is None or block not in alike:
+            return 0
+        alike.remove(block)
+        if not alike:
+            del self._unplaced[of]
+        return len(alike)
 
     def _coldest_in_dram(self, block: Block) -> float:
         """Order of the coldest block that has, or may soon have, no copy but in the DRAM of this one's class; its own where an
@@ -172,6 +187,7 @@ class Movement(Copies):
         unless something colder is there by then)."""
         assert block.demoting and slot == block.flight, "not the demotion that is under way"
         block.demoting, block.flight = False, None
+        self._placed(block)
         self.n_demoting -= 1
         self._n_flights -= slot is not None
         self._demoting_bytes -= block.size

@@ -446,15 +446,14 @@ class Hazard:
             history.left[run.no] -= 1
             self._trim(run)
 
-    def retire(self, blocks: Sequence[Block]) -> None:
-        """The deepest of one run, the deepest first, are in no tier any more."""
+    def retire(self, blocks: Sequence[Block], tier: int) -> None:
+        """The deepest of one run, the deepest first, are in no tier any more; they were in this one alone."""
         run = blocks[0].run
         assert run is not None
         n = len(blocks)
         up = blocks[-1].up
         uses = run.uses[: -n - 1 : -1]
         del run.members[-n:], run.uses[-n:]
-        run.n[DRAM] -= n
         self.history.become_ghosts(run.no, fingerprints(blocks), uses)
         for block in blocks:
             block.run = None
@@ -464,7 +463,7 @@ class Hazard:
             block.up = block.kid = block.next_kid = block.last_kid = None
             block.n_dram_kids = 0
         if up is not None:
-            up.n_dram_kids -= 1
+            up.n_dram_kids -= tier == DRAM
             if up.run is not None and up.run is not run:
                 self.consider(up.run)
         self._trim(run)

@@ -139,17 +139,45 @@ class HazardTier:
         run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return ()
-        return (self._entry(run.deepest(self._tier)),) if self._tier != DRAM else run.end_of(n, run.deepest(DRAM))
+        if self._tier == DRAM:
+            deepest = run.deepest(DRAM)
+            return (deepest,) if n == 1 else run.end_of(n, deepest)
+        deepest = run.deepest(SSD)
+        if n == 1:
+            return (cast("Entry", deepest.ssd_copy),)
+        return [cast("Entry", block.ssd_copy) for block in run.ssd_end_of(n, deepest)]
 
     def retire(self, entries: Sequence[Entry]) -> None:
-        brain = self._brain
-        if len(brain.tiers) > 1:
+        brain, tier = self._brain, self._tier
+        blocks = cast("list[Block]", list(entries) if tier == DRAM else [entry.block for entry in entries])  # type: ignore[attr-defined]
+        if not blocks:
+            return
+        run = blocks[0].run
+        assert run is not None
+        n, stays = len(blocks), blocks[0].where & IN[1 - tier]
+        if not stays and not run.ends_in(blocks):
             for entry in entries:
                 self.remove(entry)
-        elif entries:
-            cast(RunGroup, entries[0].group).n_entries -= len(entries)
-            brain.n_cached -= len(entries)
-            brain.retire(cast("Sequence[Block]", entries))
+            return
+        entries[0].group.n_entries -= n  # type: ignore[attr-defined]
+        run.n[tier] -= n
+        if not stays:
+            brain.n_cached -= n
+            brain.retire(blocks, tier)
+            return
+        here = ~(self._in | self._parked)
+        for block in blocks:
+            block.where &= here
+        if tier == SSD:
+            brain.consider_ssd(run)
+            return
+        for block in blocks:
+            if block.up is not None:
+                block.up.n_dram_kids -= 1
+        brain.consider(run)
+        up = blocks[-1].up
+        if up is not None and up.run is not None and up.run is not run:
+            brain.consider_dram(up.run)
 
     def coldest(self, group: Group, n: int) -> list[Entry]:
         found: list[Entry] = []

@@ -85,6 +85,20 @@ class Run:
             if self.waiting[tier] is not None:
                 self.leave_queue(tier)
 
+    def ssd_end_of(self, n: int, deepest: Block) -> list[Block]:
+        """The same of the SSD tier: they all are in DRAM too, or none, and then none has other children."""
+        found = [deepest]
+        where = IN_SSD | deepest.where & IN_DRAM
+        while len(found) < n:
+            block = found[-1]
+            above = block.up
+            if above is None or above.run is not self or above.where & (IN_ANY | PARKED_SSD) != where:
+                break
+            if where == IN_SSD and (above.kid is not block or block.next_kid is not None):
+                break
+            found.append(above)
+        return found
+
     def deepest(self, tier: int) -> Block:
         bit, members = IN[tier], self.members
         i = self.ends[tier] - self.base
@@ -107,6 +121,10 @@ class Run:
         end = block.rank + 1
         if end > self.ends[tier] or not self.is_at(block, block.rank - self.base):
             self.ends[tier] = FAR
+
+    def ends_in(self, blocks: Sequence[Block]) -> bool:
+        """Whether these are its last members, the deepest first."""
+        return self.members[: -len(blocks) - 1 : -1] == blocks
 
     def is_at(self, block: Block, at: int) -> bool:
         return 0 <= at < len(self.members) and self.members[at] is block
