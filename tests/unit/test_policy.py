@@ -151,6 +151,15 @@ def test_what_is_held_stays_and_leaves_when_released() -> None:
     assert not all(rig.has(chain("a", 4)))
 
 
+def test_a_chain_whose_end_was_put_first_is_used_as_a_whole() -> None:
+    rig, brain = learned(20)
+    whole = chain("a", 8)
+    rig.put(whole.slice(4, 8))
+    rig.put(whole.slice(0, 4))
+    assert rig.get(whole) == 8 and len(brain._runs) == 1
+    rig.check()
+
+
 @pytest.mark.parametrize("part", [1, 3])
 def test_a_chain_that_comes_in_parts_has_the_runs_of_one_that_comes_whole(part: int) -> None:
     rig, brain = learned(600)

@@ -398,6 +398,7 @@ class Hazard:
         run.leave_queues()
         run.members.clear()
         run.uses.clear()
+        run.n = [0, 0]
         del self._runs[run.no]
         run.tick = 0
         if not self.history.left[run.no]:
