@@ -121,6 +121,14 @@ def test_an_unknown_setting_stops_the_start_and_names_the_nearest(tmp_path: Path
     assert run_cli("config", "check", file).returncode == 2
 
 
+def test_a_role_has_no_threads_of_numpy() -> None:
+    """It would have one for each core, with memory."""
+    program = "from kvpool.cli.roles import os, start_with; start_with(None); import numpy; print(os.listdir('/proc/self/task'))"
+    env = {name: value for name, value in cli_env().items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert done.stdout.count(",") == 0, done.stdout
+
+
 def test_settings_come_from_defaults_file_environment_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "pool.toml"
     file.write_text('[worker]\ndram = "2MiB"\nio_threads = 3\n')

@@ -93,18 +93,24 @@ class Cluster:
         return client
 
     def stop(self) -> None:
-        """Close the clients, end all processes. Workers first, so that the master is there for their leave."""
+        """Close the clients, end all processes. Workers first, so that the master is there for their leave, and all of them at
+        once, so that none moves its blocks to the next one."""
         for client in self._clients:
             with contextlib.suppress(Exception):
                 client.close()
         self._clients.clear()
         failures = []
-        for role in [*self.workers, self.master]:
-            if role is not None and role.process.poll() is None:
+        for group in (self.workers, [self.master]):
+            roles = [role for role in group if role is not None]
+            running = [role for role in roles if role.process.poll() is None]
+            for role in running:
+                role.tell_stop()
+            for role in roles:
+                if role not in running:
+                    role.kill()
+                    continue
                 try:
-                    role.stop()
+                    role.wait_stopped()
                 except AssertionError as error:
                     failures.append(str(error))
-            elif role is not None:
-                role.kill()
         assert not failures, failures

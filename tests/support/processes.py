@@ -137,8 +137,16 @@ class Role:
 
     def stop(self, *, timeout_s: float = STOP_S) -> int:
         """SIGTERM and wait; the exit status. Past the deadline it is killed and the test fails."""
+        self.tell_stop()
+        return self.wait_stopped(timeout_s=timeout_s)
+
+    def tell_stop(self) -> None:
+        """SIGTERM, also to one that was paused."""
         self.resume()
         self.signal(signal.SIGTERM)
+
+    def wait_stopped(self, *, timeout_s: float = STOP_S) -> int:
+        """The exit status of one that was told to stop. Past the deadline it is killed and the test fails."""
         try:
             return self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
