@@ -346,7 +346,8 @@ def test_B17_a_frozen_worker_costs_others_nothing(
 
 @pytest.mark.parametrize("in_flight", [0, 4])
 def test_B18_the_old_client_works_again_after_restarts_and_never_lies(make_cluster: MakeCluster, in_flight: int) -> None:
-    cluster = make_cluster(n_workers=1, dram=str(256 * UNIT))
+    by_recency = {"KVPOOL_WORKER__POLICY": "lru"}  # what was used last is there
+    cluster = make_cluster(n_workers=1, dram=str(256 * UNIT), env=by_recency)
     ns = keyspace(cluster.connect(), "n", UNIT)
     lock, numbers = threading.Lock(), iter(range(1 << 30))
     stored: list[str] = []  # since the worker's start
