@@ -103,9 +103,9 @@ def test_history_against_plain_lists() -> None:
 def test_runs_grow_older_through_every_bin() -> None:
     history = History()
     no = history.add(0.0, 4, 0, 4)
-    assert history.aged(EDGES_S[1] - 0.01) == []
-    assert history.aged(EDGES_S[3]) == [(no, 1), (no, 2), (no, 3)]
-    assert history.aged(1e9)[-1] == (no, N_BINS - 1) and history.aged(1e12) == []
+    assert list(history.aged(EDGES_S[1] - 0.01)) == []
+    assert list(history.aged(EDGES_S[3])) == [(no, 1), (no, 2), (no, 3)]
+    assert list(history.aged(1e9))[-1] == (no, N_BINS - 1) and list(history.aged(1e12)) == []
 
 
 # --- one tier -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ caller asks and parks), nor copies (`core.copies`). One a worker: `tier()` makes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
@@ -31,7 +31,6 @@ from kvpool.core.policy.classes import (
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable
-from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import (
     DRAM,
     FAR,
@@ -41,7 +40,6 @@ from kvpool.core.policy.runs import (
     IN_SSD,
     PARKED_DRAM,
     PARKED_SSD,
-    SSD,
     Request,
     Run,
     common,
@@ -54,6 +52,7 @@ from kvpool.core.policy.runs import (
 if TYPE_CHECKING:
     from kvpool.core.block import Block
     from kvpool.core.policy.hazard_tier import HazardTier
+    from kvpool.core.policy.queues import RunGroup
 
 REFRESH_REQUESTS: Final = 64
 HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
@@ -214,7 +213,9 @@ class Hazard:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
         request = self._request(tick)
         prints = fingerprints(blocks)
-        if prints[0] in request.refused:  # asked again
+        if request.refused is None:
+            request.refused = set()
+        elif prints[0] in request.refused:  # asked again
             return
         request.refused.update(prints)
         uses = self._arrive(blocks, prints, request)
@@ -227,7 +228,7 @@ class Hazard:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             key = first_key(buckets[end - 1], int(is_tail), new, request.gap)
             no = history.add(self.now_s, end - start, key, request.end)
-            reached[key] = reached.get(key, 0.0) + 1.0
+            reached[key] += 1.0
             history.become_ghosts(no, prints[start:end][::-1], uses[start:end][::-1])
             end, is_tail = start, False
         self._forget()
@@ -247,7 +248,7 @@ class Hazard:
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""
         classed = new, _ = new_bucket(request.new), request.gap
-        runs: Sequence[Run] = request.runs
+        runs: Iterable[Run] = request.runs
         if classed == request.classed:
             runs = () if request.tail is None else (request.tail,)
         request.classed, request.tail = classed, None
@@ -303,14 +304,19 @@ class Hazard:
             members = blocks[start:end]
             run = Run(no, request.tick, self.now_s, base + start, members, uses[start:end])
             self._runs[no] = run
-            n_dram = n_ssd = 0
-            for block in members:
-                block.run = run  # type: ignore[union-attr]
-                where = block.where  # type: ignore[union-attr]
-                n_dram += where & IN_DRAM
-                n_ssd += where & IN_SSD
-            run.n = [n_dram, n_ssd >> 1]
-            request.runs.append(run)
+            if len(self.tiers) == 1:
+                for block in members:
+                    block.run = run  # type: ignore[union-attr]
+                run.n_dram = end - start
+            else:
+                n_dram = n_ssd = 0
+                for block in members:
+                    block.run = run  # type: ignore[union-attr]
+                    where = block.where  # type: ignore[union-attr]
+                    n_dram += where & IN_DRAM
+                    n_ssd += where & IN_SSD
+                run.n_dram, run.n_ssd = n_dram, n_ssd >> 1
+            request.runs[run] = None
             if is_tail:
                 request.tail = run
             self.consider(run)
@@ -334,9 +340,9 @@ class Hazard:
                 reached[key - key % N_BINS + age] -= 1.0
             history.absorb(above.no, run.no)
             run.leave_queues()
-            for tier in (DRAM, SSD):
-                above.n[tier] += run.n[tier]
-                above.ends[tier] = FAR
+            above.n_dram += run.n_dram
+            above.n_ssd += run.n_ssd
+            above.end_dram = above.end_ssd = FAR
             del self._runs[run.no]
             for block in run.members:
                 if block is not None:
@@ -344,6 +350,7 @@ class Hazard:
             above.members += run.members
             above.uses += run.uses
             run.members, run.tick = [], 0
+            request.runs.pop(run, None)
             self.consider(above)
             run = above
 
@@ -351,7 +358,6 @@ class Hazard:
         """The request has blocks up to this rank."""
         if end > request.end:
             request.end = end
-            request.runs = [run for run in request.runs if run.tick == request.tick and run.members]
             for run in request.runs:
                 self.history.end[run.no] = end
 
@@ -363,11 +369,11 @@ class Hazard:
             self._empty(run)
             return
         if len(self.tiers) == 1:
-            run.n[DRAM] -= k
+            run.n_dram -= k
         else:
             for block in members[at : at + k]:
-                run.n[DRAM] -= block.where & IN_DRAM  # type: ignore[union-attr]
-                run.n[SSD] -= (block.where & IN_SSD) >> 1  # type: ignore[union-attr]
+                run.n_dram -= block.where & IN_DRAM  # type: ignore[union-attr]
+                run.n_ssd -= (block.where & IN_SSD) >> 1  # type: ignore[union-attr]
         if at + k == len(members):
             del members[at:], run.uses[at:]
         elif at:
@@ -396,9 +402,12 @@ class Hazard:
     def _empty(self, run: Run) -> None:
         """None of its blocks is cached and its own any more: it is forgotten but for its ghosts."""
         run.leave_queues()
+        request = self._requests.get(run.tick)
+        if request is not None:
+            request.runs.pop(run, None)
         run.members.clear()
         run.uses.clear()
-        run.n = [0, 0]
+        run.n_dram = run.n_ssd = 0
         del self._runs[run.no]
         run.tick = 0
         if not self.history.left[run.no]:
@@ -425,7 +434,7 @@ class Hazard:
             else:
                 no = self.history.add(self.now_s, 1, key, 0)
                 run = self._runs[no] = Run(no, 1, self.now_s, block.rank, [block], bytearray(b"\x01"))
-            run.n[SSD] += 1
+            run.n_ssd += 1
             block.run = run
         for run in self._runs.values():
             self.consider(run)
@@ -480,33 +489,36 @@ class Hazard:
     def consider(self, run: Run) -> None:
         """Queues the run in each tier where its deepest block may leave, and takes it out elsewhere: in DRAM it may when no child
         is there, on SSD when none is anywhere, or the block itself is in DRAM too."""
-        n_dram, n_ssd = run.n
-        if n_dram or run.waiting[DRAM] is not None:
+        if run.n_dram or run.waits_dram is not None:
             self.consider_dram(run)
-        if n_ssd or run.waiting[SSD] is not None:
+        if run.n_ssd or run.waits_ssd is not None:
             self.consider_ssd(run)
 
     def consider_dram(self, run: Run) -> None:
-        if run.n[DRAM]:
-            block = run.deepest(DRAM)
+        waits = run.waits_dram
+        if run.n_dram:
+            block = run.deepest_in_dram()
             if not block.n_dram_kids and not block.where & PARKED_DRAM:
-                if run.waiting[DRAM] is None:
-                    run.waiting[DRAM] = cast("RunGroup", block.group).push(run, self.history.key[run.no])
+                if waits is None:
+                    run.waits_dram = block.group.push(run, self.history.key[run.no])  # type: ignore[attr-defined]
                 return
-        if run.waiting[DRAM] is not None:
-            run.leave_queue(DRAM)
+        if waits is not None:
+            del waits[run]
+            run.waits_dram = None
 
     def consider_ssd(self, run: Run) -> None:
-        if run.n[SSD]:
-            block = run.deepest(SSD)
+        waits = run.waits_ssd
+        if run.n_ssd:
+            block = run.deepest_on_ssd()
             where = block.where
             if not where & PARKED_SSD and (block.kid is None or where & IN_DRAM):
-                if run.waiting[SSD] is None:
+                if waits is None:
                     group = cast("RunGroup", block.ssd_copy.group)  # type: ignore[union-attr]
-                    run.waiting[SSD] = group.push(run, self.history.key[run.no])
+                    run.waits_ssd = group.push(run, self.history.key[run.no])
                 return
-        if run.waiting[SSD] is not None:
-            run.leave_queue(SSD)
+        if waits is not None:
+            del waits[run]
+            run.waits_ssd = None
 
     # --- for measurement ------------------------------------------------------------------------------------------------
 
@@ -521,8 +533,8 @@ class Hazard:
             assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
             members = [block for block in run.members if block is not None]
             assert all(block.run is run and block.where & IN_ANY for block in members)
-            assert run.n == [sum(bool(b.where & bit) for b in members) for bit in IN], "copies are miscounted"
-            waits = list(run.waiting)
+            assert [run.n_dram, run.n_ssd] == [sum(bool(b.where & bit) for b in members) for bit in IN], "copies are miscounted"
+            waits = run.waits_dram, run.waits_ssd
             self.consider(run)
-            assert waits == run.waiting, "queued, or not, without reason"
-            assert all(waiting is None or run in waiting for waiting in run.waiting)
+            assert waits == (run.waits_dram, run.waits_ssd), "queued, or not, without reason"
+            assert all(waiting is None or run in waiting for waiting in waits)

@@ -72,12 +72,13 @@ class HazardTier:
                 if up is not None and up.run is not None:
                     brain.consider(up.run)
             else:
-                run.joined(block, tier)
                 if tier == DRAM:
+                    run.joined_dram(block)
                     brain.consider(run)
                     if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:
                         brain.consider_dram(up.run)
                 else:
+                    run.joined_ssd(block)
                     brain.consider_ssd(run)
             above = block
         if brain.n_cached > brain.n_cached_max:
@@ -110,7 +111,10 @@ class HazardTier:
         entry.group.n_entries -= 1  # type: ignore[attr-defined]
         run = block.run
         assert run is not None
-        run.n[tier] -= 1
+        if tier == DRAM:
+            run.n_dram -= 1
+        else:
+            run.n_ssd -= 1
         up = block.up
         above = up.run if up is not None and up.run is not run else None
         if tier == DRAM:
@@ -133,16 +137,16 @@ class HazardTier:
         run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return None
-        return run.deepest(DRAM) if self._tier == DRAM else run.deepest(SSD).ssd_copy
+        return run.deepest_in_dram() if self._tier == DRAM else run.deepest_on_ssd().ssd_copy
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
         run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return ()
         if self._tier == DRAM:
-            deepest = run.deepest(DRAM)
+            deepest = run.deepest_in_dram()
             return (deepest,) if n == 1 else run.end_of(n, deepest)
-        deepest = run.deepest(SSD)
+        deepest = run.deepest_on_ssd()
         if n == 1:
             return (cast("Entry", deepest.ssd_copy),)
         return [cast("Entry", block.ssd_copy) for block in run.ssd_end_of(n, deepest)]
@@ -160,7 +164,10 @@ class HazardTier:
                 self.remove(entry)
             return
         entries[0].group.n_entries -= n  # type: ignore[attr-defined]
-        run.n[tier] -= n
+        if tier == DRAM:
+            run.n_dram -= n
+        else:
+            run.n_ssd -= n
         if not stays:
             brain.n_cached -= n
             brain.retire(blocks, tier)
@@ -207,7 +214,7 @@ class HazardTier:
                 yield self._entry(block)
         first = run.members[0]
         up = first.up.run if first is not None and first.up is not None else None
-        if up is not None and up not in seen and up.n[self._tier]:
+        if up is not None and up not in seen and (up.n_dram if self._tier == DRAM else up.n_ssd):
             seen.add(up)
             heappush(above, (self._brain.table.index[self._brain.history.key[up.no]], up.no, up))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvpool.core.policy.classes import EDGES_S, N_BINS
@@ -135,11 +135,12 @@ class History:
         self.n_runs -= 1
         self._free.append(no)
 
-    def aged(self, now_s: float) -> list[tuple[int, int]]:
+    def aged(self, now_s: float) -> Iterator[tuple[int, int]]:
         """Moves runs to the age bin that they have reached. -> (number, new `key`) for each bin that one got to, in order."""
-        moved: list[tuple[int, int]] = []
         if now_s < self._soonest_s:
-            return moved
+            return zip((), (), strict=True)
+        moved: list[int] = []
+        reached: list[int] = []
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
         for age in range(N_BINS - 1):
@@ -151,11 +152,12 @@ class History:
                     soonest_s = min(soonest_s, time_s + EDGES_S[age + 1])
                     break
                 key = keys[no] = keys[no] + 1
-                moved.append((no, key))
+                moved.append(no)
+                reached.append(key)
                 no = after[no]
             oldest[age] = no
         self._soonest_s = soonest_s * (1 - ROUNDING)
-        return moved
+        return zip(moved, reached, strict=True)
 
     # --- ghosts ---------------------------------------------------------------------------------------------------------
 

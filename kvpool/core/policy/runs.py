@@ -19,7 +19,8 @@ DRAM, SSD = 0, 1
 IN_DRAM, IN_SSD, PARKED_DRAM, PARKED_SSD = 1, 2, 4, 8  # of Block.where
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
-IN, PARKED = (IN_DRAM, IN_SSD), (PARKED_DRAM, PARKED_SSD)
+IN: Final = (IN_DRAM, IN_SSD)
+PARKED: Final = (PARKED_DRAM, PARKED_SSD)
 
 
 class Request:
@@ -33,22 +34,25 @@ class Request:
         self.classed = (0, 0)  # bucket of new blocks and gap that its runs' classes were made of
         self.new = 0  # blocks that were not known
         self.end = 0  # rank behind its last block
-        self.runs: list[Run] = []
+        self.runs: dict[Run, None] = {}  # those of its blocks that are cached
         self.tail: Run | None = None  # the one that is classed as its end
-        self.refused: set[int] = set()  # keys' fingerprints of its blocks that were not stored: asked again they are no use
+        self.refused: set[int] | None = None  # keys' fingerprints of its blocks that were not stored: asked again they are no use
 
 
 class Run:
     """Cached blocks of a run: `members[i]` has rank `base + i`, None: no more of this run; the last is one. `uses[i]`: how often
-    it was used. `n`: blocks in each tier. `waiting`: where it is queued, None: it may not lose one there now."""
+    it was used. Of each tier: how many have a copy there, a rank at which and behind which none has, and where the run is queued,
+    None: it may not lose one there now. (Made for every request: few objects.)"""
 
-    __slots__ = ("base", "ends", "members", "n", "no", "tick", "time_s", "uses", "waiting")
+    __slots__ = ("base", "end_dram", "end_ssd", "members", "n_dram", "n_ssd", "no", "tick", "time_s", "uses", "waits_dram",
+                 "waits_ssd")  # fmt: skip
 
     def __init__(self, no: int, tick: int, time_s: float, base: int, members: list[Block | None], uses: bytearray) -> None:
         self.no, self.tick, self.time_s, self.base, self.members, self.uses = no, tick, time_s, base, members, uses
-        self.n = [0, 0]
-        self.ends = [FAR, FAR]  # ranks: none in that tier is at this one or behind it
-        self.waiting: list[Waiting | None] = [None, None]
+        self.n_dram = self.n_ssd = 0
+        self.end_dram = self.end_ssd = FAR
+        self.waits_dram: Waiting | None = None
+        self.waits_ssd: Waiting | None = None
 
     def end_of(self, n: int, deepest: Block) -> list[Block]:
         """Its deepest in DRAM and those above it, one after the other: at most n, and none above a gap, one that is parked, or
@@ -65,25 +69,22 @@ class Run:
 
     def requeue(self, key: int) -> None:
         """It is of this class and age now."""
-        waiting = self.waiting
-        in_dram, in_ssd = waiting
-        if in_dram is not None:
-            del in_dram[self]
-            waiting[DRAM] = in_dram.group.push(self, key)
-        if in_ssd is not None:
-            del in_ssd[self]
-            waiting[SSD] = in_ssd.group.push(self, key)
-
-    def leave_queue(self, tier: int) -> None:
-        waiting = self.waiting[tier]
-        assert waiting is not None
-        del waiting[self]
-        self.waiting[tier] = None
+        waits = self.waits_dram
+        if waits is not None:
+            del waits[self]
+            self.waits_dram = waits.group.push(self, key)
+        waits = self.waits_ssd
+        if waits is not None:
+            del waits[self]
+            self.waits_ssd = waits.group.push(self, key)
 
     def leave_queues(self) -> None:
-        for tier in (DRAM, SSD):
-            if self.waiting[tier] is not None:
-                self.leave_queue(tier)
+        if self.waits_dram is not None:
+            del self.waits_dram[self]
+            self.waits_dram = None
+        if self.waits_ssd is not None:
+            del self.waits_ssd[self]
+            self.waits_ssd = None
 
     def ssd_end_of(self, n: int, deepest: Block) -> list[Block]:
         """The same of the SSD tier: they all are in DRAM too, or none, and then none has other children."""
@@ -99,28 +100,38 @@ class Run:
             found.append(above)
         return found
 
-    def deepest(self, tier: int) -> Block:
-        bit, members = IN[tier], self.members
-        i = self.ends[tier] - self.base
+    def deepest_in_dram(self) -> Block:
+        members = self.members
+        i = self.end_dram - self.base
         if i > len(members):
             i = len(members)
         block = members[i - 1]
-        if block is not None and block.where & bit:
-            return block
-        while i > 1:
-            i -= 1
-            block = members[i - 1]
-            if block is not None and block.where & bit:
-                self.ends[tier] = self.base + i
-                return block
-        raise AssertionError("it has none in this tier")
+        if block is None or not block.where & IN_DRAM:
+            block, i = _deepest(members, i - 1, IN_DRAM)
+            self.end_dram = self.base + i
+        return block
 
-    def joined(self, block: Block, tier: int) -> None:
-        """A member has a copy in this tier now."""
-        self.n[tier] += 1
-        end = block.rank + 1
-        if end > self.ends[tier] or not self.is_at(block, block.rank - self.base):
-            self.ends[tier] = FAR
+    def deepest_on_ssd(self) -> Block:
+        members = self.members
+        i = self.end_ssd - self.base
+        if i > len(members):
+            i = len(members)
+        block = members[i - 1]
+        if block is None or not block.where & IN_SSD:
+            block, i = _deepest(members, i - 1, IN_SSD)
+            self.end_ssd = self.base + i
+        return block
+
+    def joined_dram(self, block: Block) -> None:
+        """A member has a copy there now."""
+        self.n_dram += 1
+        if block.rank >= self.end_dram or not self.is_at(block, block.rank - self.base):
+            self.end_dram = FAR
+
+    def joined_ssd(self, block: Block) -> None:
+        self.n_ssd += 1
+        if block.rank >= self.end_ssd or not self.is_at(block, block.rank - self.base):
+            self.end_ssd = FAR
 
     def ends_in(self, blocks: Sequence[Block]) -> bool:
         """Whether these are its last members, the deepest first."""
@@ -138,6 +149,15 @@ class Run:
 def fingerprints(blocks: Iterable[Block]) -> list[int]:
     """60 bits of each key. Two keys with the same ones would share a use count, no more."""
     return [hash(block.key) & PRINT_MASK for block in blocks]
+
+
+def _deepest(members: list[Block | None], n: int, bit: int) -> tuple[Block, int]:
+    """The last of the first n with a copy in this tier. -> (it, how many to it)."""
+    for i in range(n, 0, -1):
+        block = members[i - 1]
+        if block is not None and block.where & bit:
+            return block, i
+    raise AssertionError("it has none in this tier")
 
 
 def common(members: list[Block | None], at: int, blocks: Sequence[Block | None], i: int) -> int:
