@@ -114,6 +114,19 @@ def master(start: Callable[..., Role]) -> Role:
     return start()
 
 
+@pytest.fixture(scope="module")
+def strict_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Role]:
+    """A master for all the tests in which everything is refused."""
+    directory: Path = tmp_path_factory.mktemp("strict")
+    args = ["master", "--port", "0", "--http-port", "0", "--data-dir", str(directory / "data")]
+    master = Role(args, log=directory / "master.log", env=FAST)
+    try:
+        yield master.wait_ready()
+        assert master.stop(timeout_s=10.0) == 0 and "Traceback" not in master.log_text(), master.log_text()
+    finally:
+        master.kill()
+
+
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
@@ -130,6 +143,11 @@ def connect() -> Iterator[Callable[..., Client]]:
 @pytest.fixture
 def client(master: Role, connect: Callable[..., Client]) -> Client:
     return connect(master.address)
+
+
+@pytest.fixture
+def strict(strict_master: Role, connect: Callable[..., Client]) -> Client:
+    return connect(strict_master.address)
 
 
 def get(master: Role, path: str) -> tuple[int, str]:
@@ -219,9 +237,9 @@ def test_create_opens_what_is_the_same_and_refuses_what_differs_naming_it(client
         client.call("OpenNamespace", pb.OpenNamespaceRequest(name="nope"))
 
 
-def test_a_quota_under_one_block_is_refused(client: Client) -> None:
+def test_a_quota_under_one_block_is_refused(strict: Client) -> None:
     with pytest.raises(InvalidArgument, match=r"^quota_bytes: 1 is less"):
-        client.create(quota_bytes=1)
+        strict.create("quota", quota_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -243,25 +261,25 @@ def test_a_quota_under_one_block_is_refused(client: Client) -> None:
     ],
 )
 def test_wrong_lengths_are_refused_naming_the_field(
-    client: Client, method: str, request_: dict[str, Any], field: str
+    strict: Client, method: str, request_: dict[str, Any], field: str
 ) -> None:
-    fields = {"namespace": client.uid()} | request_
+    fields = {"namespace": strict.uid()} | request_
     with pytest.raises(InvalidArgument, match=rf"^{field}: "):
-        client.call(method, getattr(pb, f"{method}Request")(**fields))
-    assert client.describe().epoch == 1
+        strict.call(method, getattr(pb, f"{method}Request")(**fields))
+    assert strict.describe().epoch == 1
 
 
-def test_bad_specs_and_names_are_refused(client: Client) -> None:
-    good = spec_to_proto(NamespaceSpec.of("ns", LAYOUT))
+def test_bad_specs_and_names_are_refused(strict: Client) -> None:
+    good = spec_to_proto(NamespaceSpec.of("bad", LAYOUT))
     wrong = {"name": "a/b", "layout": "{", "block_bytes": 1, "hash": "md5", "salt": b"x" * 9999, "replicas": 99}
     for field, value in [*wrong.items(), ("name", "x" * 129), ("name", "")]:
         bad = pb.Namespace()
         bad.CopyFrom(good)
         setattr(bad, field, value)
         with pytest.raises(InvalidArgument):
-            client.call("CreateNamespace", pb.CreateNamespaceRequest(namespace=bad))
+            strict.call("CreateNamespace", pb.CreateNamespaceRequest(namespace=bad))
     with pytest.raises(NamespaceNotFound, match="ab" * 16):
-        client.locate(bytes.fromhex("ab" * 16), [])
+        strict.locate(bytes.fromhex("ab" * 16), [])
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------------
@@ -487,13 +505,13 @@ def test_what_is_no_hello_or_of_another_version_is_refused(master: Role, client:
         pb.ReportBatch(namespace=b"x" * 16, keys=b"k" * 34 * 16_385, tiers=b"\1" * 16_385),
     ],
 )
-def test_malformed_reports_close_the_session(master: Role, client: Client, bad: pb.ReportBatch) -> None:
-    with scripted(master.address) as worker:
+def test_malformed_reports_close_the_session(strict_master: Role, strict: Client, bad: pb.ReportBatch) -> None:
+    with scripted(strict_master.address) as worker:
         worker.join()
         worker.inventory()
         worker.report(bad, acked=False)
         assert worker.expect("refused").refused.reason.startswith("batches")
-    assert client.describe().replicas == 0
+    assert strict.describe().replicas == 0
 
 
 def test_entries_of_a_namespace_that_does_not_exist_are_told_to_be_dropped(master: Role, client: Client) -> None:

@@ -21,6 +21,7 @@ from kvpool.core.types import NamespaceUid
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.worker.state import WorkerState
 from kvpool.worker.tiers.base import TierError, Trouble
+from tests.support.scale import scaled
 
 Opener = Callable[..., WorkerState]
 
@@ -150,14 +151,18 @@ def test_a_damaged_index_is_set_aside_and_the_worker_keeps_its_id(opener: Opener
 
 
 # (in the run of the first seed a flip in the tree's inner page left every entry readable, and the next ones in two places)
-@pytest.mark.parametrize("seed", [1281244254, random.randrange(1 << 32)], ids=["known", "new"])
-def test_flipped_bits_never_kill_the_worker_and_never_change_a_spec(opener: Opener, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(1281244254, 25), (random.randrange(1 << 32), scaled(10, 25))], ids=["known", "new"]
+)
+def test_flipped_bits_never_kill_the_worker_and_never_change_a_spec(
+    opener: Opener, tmp_path: Path, seed: int, rounds: int
+) -> None:
     chance = random.Random(seed)
     fill(opener())
     opener().close()
     good = data_file(tmp_path).read_bytes()
     lost = 0
-    for _ in range(25):
+    for _ in range(rounds):
         raw = bytearray(good)
         for _ in range(chance.choice((1, 20))):
             raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
