@@ -260,9 +260,7 @@ def test_a_quota_under_one_block_is_refused(strict: Client) -> None:
         ("ListBlocks", {"after": b"x"}, "after"),
     ],
 )
-def test_wrong_lengths_are_refused_naming_the_field(
-    strict: Client, method: str, request_: dict[str, Any], field: str
-) -> None:
+def test_wrong_lengths_are_refused_naming_the_field(strict: Client, method: str, request_: dict[str, Any], field: str) -> None:
     fields = {"namespace": strict.uid()} | request_
     with pytest.raises(InvalidArgument, match=rf"^{field}: "):
         strict.call(method, getattr(pb, f"{method}Request")(**fields))
@@ -1072,4 +1070,3 @@ def test_a_stopped_master_is_waited_for_no_longer_than_the_deadline(master: Role
     assert time.monotonic() - started < 2.0
     master.resume()
     assert wait_until(lambda: client.describe().epoch) == 1
-
