@@ -139,15 +139,16 @@ class Copies(Keeping):
             return True
         if self._wants_second_use(block) and not self._dram_policy.was_reused(block):
             return False
+        uid, size = block.space.uid, block.size
+        fits = size <= self.ssd.largest_size()
+        if fits and self.ssd.has_room(uid, size):
+            return True
         order = self._dram_policy.order_of(block)
         if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
             return True
-        uid, size = block.space.uid, block.size
-        if size > self.ssd.largest_size():
+        if not fits:
             return False
         group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
-        if self.ssd.has_room(uid, size):
-            return True
         return self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
 
     def _wants_second_use(self, block: Block) -> bool:

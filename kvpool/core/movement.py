@@ -9,7 +9,9 @@ when it is done and the I/O (`worker.mover`, the read path).
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Final
 
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
@@ -81,6 +83,7 @@ class Movement(Copies):
         self._budget.at(now_ms)
         found: list[Block] = []
         taken = 0
+        wanted: Block | None = None  # ahead of need: a colder one that the SSD tier wants
         while self._wants_cleaning():
             asked = self._urgent or self._soon or self._through
             ahead, tick = not asked, 0
@@ -89,9 +92,11 @@ class Movement(Copies):
             else:
                 block = self._plan[-1]
                 tick = self._dram_policy.tick_of(block) if block in self._dirty else 0
-                if not tick or not self._ssd_wants(block, tick):
+                alike = wanted is not None and wanted.spare_tick == tick and wanted.group is block.group and not block.refused
+                if not tick or not ((alike and not self._wants_second_use(block)) or self._ssd_wants(block, tick)):
                     self._plan.pop()
                     continue
+                wanted = block
             if found and taken + block.size > max_bytes:
                 break
             if ahead:
@@ -181,10 +186,23 @@ class Movement(Copies):
             victim = policy.victim(block.group)
         return order if victim is None else max(order, policy.order_of(victim))
 
+    def ssd_done_all(self, done: Iterable[tuple[Block, Slot | None, bool]]) -> None:
+        """`ssd_done` of each (block, slot, ok), in order."""
+        new: list[tuple[int, int, SsdCopy]] = []
+        for block, slot, ok in done:
+            self._end_demotion(block, slot, ok, new)
+        self._add_to_ssd(new)
+
     def ssd_done(self, block: Block, slot: Slot | None, ok: bool) -> None:
         """Ends a demotion. ok: the record is on disk, the block is clean now. Not ok with a slot: writing failed (tried once
         more later, then the block may be dropped); without one: the tier has no room for it (dropped when it is its turn,
         unless something colder is there by then)."""
+        new: list[tuple[int, int, SsdCopy]] = []
+        self._end_demotion(block, slot, ok, new)
+        self._add_to_ssd(new)
+
+    def _end_demotion(self, block: Block, slot: Slot | None, ok: bool, new: list[tuple[int, int, SsdCopy]]) -> None:
+        """`new`: gets (tick, rank, copy), that the SSD tier's policy is told of before anything else happens."""
         assert block.demoting and slot == block.flight, "not the demotion that is under way"
         block.demoting, block.flight = False, None
         self._placed(block)
@@ -192,7 +210,7 @@ class Movement(Copies):
         self._n_flights -= slot is not None
         self._demoting_bytes -= block.size
         if slot is not None and ok and block.dirty and self.ssd is not None and self._ssd_policy is not None:
-            self._attach_ssd(block, slot)
+            new.append(self._attach_ssd(block, slot))
             self._undirty(block)
             self.counters["demoted"] += 1
             self._report(block.space.uid, block.key, block.tiers, None, block.size)
@@ -213,7 +231,7 @@ class Movement(Copies):
                 self._note_lingering(block)
         self.unpin((block,))
 
-    def _attach_ssd(self, block: Block, slot: Slot) -> None:
+    def _attach_ssd(self, block: Block, slot: Slot) -> tuple[int, int, SsdCopy]:
         assert self.ssd is not None and self._ssd_policy is not None
         copy = self.ssd.extent_of(slot).owners[slot & INDEX_MASK]
         assert isinstance(copy, SsdCopy) and copy.block is block
@@ -221,7 +239,15 @@ class Movement(Copies):
         tick, rank = self._tick, block.depth
         if block.dram is not None:  # as recent as it is in DRAM
             tick, rank = self._dram_policy.place_of(block)
-        self._ssd_policy.add([copy], max(1, tick), [rank])
+        return max(1, tick), rank, copy
+
+    def _add_to_ssd(self, new: list[tuple[int, int, SsdCopy]]) -> None:
+        """Of one tick at a time; they come the deepest first."""
+        for tick, alike in groupby(new, key=itemgetter(0)):
+            entries = list(alike)
+            entries.reverse()
+            assert self._ssd_policy is not None
+            self._ssd_policy.add([copy for _, _, copy in entries], tick, [rank for _, rank, _ in entries])
 
     # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
 

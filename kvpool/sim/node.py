@@ -163,8 +163,7 @@ class SimMover:
                     self._retry_s = RETRY_S[0]
                 except TierError as error:
                     self._failed(error)
-        for block, slot in reserved:
-            self.table.ssd_done(block, slot, ok=slot in written)
+        self.table.ssd_done_all([(block, slot, slot in written) for block, slot in reserved])
 
     def ssd_failed(self, error: TierError) -> None:
         self._failed(error)

@@ -128,9 +128,8 @@ class CoreReplay:
                 return
             slots = [table.ssd_reserve(block) for block in blocks]
             table.drain_actions()
-            for block, slot in zip(blocks, slots, strict=True):
-                table.ssd_done(block, slot, ok=slot is not None)
-                self.outcome.ssd_written += slot is not None
+            table.ssd_done_all([(block, slot, slot is not None) for block, slot in zip(blocks, slots, strict=True)])
+            self.outcome.ssd_written += len(slots) - slots.count(None)
 
     def _key(self, block_id: int) -> bytes:
         key = self._keys.get(block_id)

@@ -242,8 +242,7 @@ class Mover:
             for write in writes:
                 write.data.release()
             with self._node_lock:
-                for block, slot in reserved:
-                    self._table.ssd_done(block, slot, ok=slot in written)
+                self._table.ssd_done_all([(block, slot, slot in written) for block, slot in reserved])
             self._counters["demoted"] += len(written)
             self._counters["demote_failed"] += len(reserved) - len(written)
 

@@ -405,6 +405,8 @@ class Hazard:
         request = self._requests.get(run.tick)
         if request is not None:
             request.runs.pop(run, None)
+            if request.tail is run:
+                request.tail = None
         run.members.clear()
         run.uses.clear()
         run.n_dram = run.n_ssd = 0

@@ -33,6 +33,7 @@ class HazardTier:
         self._brain, self._tier = brain, tier
         self._in, self._parked = IN[tier], PARKED[tier]
         self._groups: dict[GroupKey, RunGroup] = {}
+        self._all_groups: Sequence[Group] = ()  # made anew when they change: others go through it meanwhile
 
     def at(self, now_ms: int) -> None:
         self._brain.at(now_ms)
@@ -41,21 +42,24 @@ class HazardTier:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = RunGroup(key, self._brain.table)
+            self._all_groups = (*self._groups.values(),)
         return group
 
     def groups(self) -> Sequence[Group]:
-        return list(self._groups.values())
+        return self._all_groups
 
     def drop_group(self, key: GroupKey) -> None:
         group = self._groups.get(key)
         if group is not None and not group.n_entries:
             del self._groups[key]
+            self._all_groups = (*self._groups.values(),)
 
     def add(self, entries: Sequence[Entry], tick: int, ranks: Sequence[int]) -> None:
         del ranks
         brain, tier, bit = self._brain, self._tier, self._in
         fresh: list[Block] = []
         above: Block | None = None
+        last: Run | None = None
         for entry in entries:
             block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
             entry.group.n_entries += 1  # type: ignore[attr-defined]
@@ -79,8 +83,13 @@ class HazardTier:
                         brain.consider_dram(up.run)
                 else:
                     run.joined_ssd(block)
-                    brain.consider_ssd(run)
+                    if run is not last:
+                        if last is not None:
+                            brain.consider_ssd(last)
+                        last = run
             above = block
+        if last is not None:
+            brain.consider_ssd(last)
         if brain.n_cached > brain.n_cached_max:
             brain.n_cached_max = brain.n_cached
         if fresh:
@@ -227,7 +236,8 @@ class HazardTier:
         return block.run is not None and block.run.uses[block.run.index(block)] > 1
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
-        return self.tick_of(entry), self._block(entry).rank
+        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        return block.run.tick if block.run is not None and block.where & self._in else 0, block.rank
 
     def order_of(self, entry: Entry) -> float:
         brain = self._brain
