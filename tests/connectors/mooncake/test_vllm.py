@@ -131,9 +131,8 @@ def test_groups_async_lookup_prefix_segment_and_chunked_prefill(pool: Cluster, s
     check_consumer(pool, start_engine, reference, **settings)
 
 
-def test_multiprocess(pool: Cluster, start_engine: Callable[..., Engine], model: Path, tmp_path: Path) -> None:
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    reference = reference_of(model, tmp_path, env=env)
+def test_multiprocess(pool: Cluster, start_engine: Callable[..., Engine], reference: Reference) -> None:
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the same numbers, from processes of its own
     fill(pool, start_engine, reference, env=env)
     check_consumer(pool, start_engine, reference, env=env)
 
