@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -46,6 +48,9 @@ def end_with(status: int) -> NoReturn:
     """The end of a role that has given everything back, and said all that it had to say. Not the interpreter's own: that frees
     module by module, for a fifth of a second."""
     logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # (nobody listens any more)
+            stream.flush()
     os._exit(status)
 
 
