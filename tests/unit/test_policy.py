@@ -22,7 +22,7 @@ from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
-from tests.support.tables import DRAM, SSD, Rig, chain
+from tests.support.tables import DRAM, SSD, Rig, batch_of, chain
 
 BLOCK = 4096
 FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED
@@ -183,6 +183,24 @@ def test_a_block_that_is_named_twice_in_a_batch_is_used_once() -> None:
     assert rig.get(twice) == 6
     blocks = rig.table.spaces[twice.namespace].blocks
     assert [run.uses[run.index(block)] for block in map(blocks.__getitem__, keys) if (run := block.run)] == [2, 2, 2, 1]
+    rig.check()
+
+
+def test_blocks_used_in_another_order_than_their_chains_can_still_leave() -> None:
+    rig, _ = learned(10)
+    rig.put(chain("a", 10))
+    rig.get(batch_of([f"a{i}" for i in reversed(range(10))], chained=False))
+    rig.check()
+    assert set(rig.put(chain("b", 10))) == {BlockCode.STORED} and rig.get(chain("b", 10)) == 10
+    rig.check()
+
+
+def test_a_run_has_blocks_of_one_size() -> None:
+    rig, _ = learned(100)
+    sizes = [BLOCK, 1000, BLOCK, BLOCK, 1000, BLOCK]
+    rig.put(chain("a", 6), sizes)
+    rig.check()
+    rig.get(chain("a", 6))
     rig.check()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
@@ -135,7 +136,7 @@ class Hazard:
                 at = run.index(block)
                 k = common(run.members, at, blocks, i)
                 if run.tick != tick:
-                    if part and blocks[i - 1] is part[-1]:
+                    if part and (last := part[-1]) is blocks[i - 1] and last.depth <= block.depth:  # type: ignore[union-attr]
                         part += blocks[i : i + k]
                     else:
                         self._build(part, uses.translate(ONE_MORE), request)
@@ -295,9 +296,10 @@ class Hazard:
             bucket = buckets[end - 1]
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             if variable:
-                sizes = [block.size if block is not None else 0 for block in blocks[start:end]]
-                while start < end - 1 and sizes[start - end] != sizes[-1]:
-                    start += 1
+                size, first_alike = blocks[end - 1].size, end - 1  # type: ignore[union-attr]
+                while first_alike > start and blocks[first_alike - 1].size == size:  # type: ignore[union-attr]
+                    first_alike -= 1
+                start = first_alike
             key = first_key(bucket, int(is_tail), new, gap)
             no = history.add(self.now_s, end - start, key, request.end)
             reached[key] += 1.0
@@ -535,6 +537,7 @@ class Hazard:
             assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
             members = [block for block in run.members if block is not None]
             assert all(block.run is run and block.where & IN_ANY for block in members)
+            assert all(a.depth <= b.depth and a.size == b.size for a, b in pairwise(members)), "order or sizes"
             assert [run.n_dram, run.n_ssd] == [sum(bool(b.where & bit) for b in members) for bit in IN], "copies are miscounted"
             waits = run.waits_dram, run.waits_ssd
             self.consider(run)
