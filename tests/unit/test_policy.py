@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -57,8 +58,8 @@ def test_buckets() -> None:
 def test_tables_survive_and_what_is_damaged_is_refused() -> None:
     table = LifeTable()
     key = first_key(1, 0, 2, 0)
-    table.reached.update({key: 100.0, key + 1: 90.0})
-    table.used.update({key: 10.0, key + 1: 80.0})
+    table.reached[key : key + 2] = array("d", (100.0, 90.0))
+    table.used[key : key + 2] = array("d", (10.0, 80.0))
     table.refresh()
     saved = table.to_bytes()
     other = LifeTable()

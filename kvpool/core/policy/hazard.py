@@ -469,13 +469,10 @@ class Hazard:
         uses = run.uses[: -n - 1 : -1]
         del run.members[-n:], run.uses[-n:]
         self.history.become_ghosts(run.no, fingerprints(blocks), uses)
-        for block in blocks:
-            block.run = None
-            block.where = 0
         unlink(blocks[-1])
-        for block in blocks:
-            block.up = block.kid = block.next_kid = block.last_kid = None
-            block.n_dram_kids = 0
+        for block in blocks:  # (none of them but the last has siblings)
+            block.run = block.up = block.kid = None
+            block.where = block.n_dram_kids = 0
         if up is not None:
             up.n_dram_kids -= tier == DRAM
             if up.run is not None and up.run is not run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, SSD, link
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, SSD, is_parent, link
 from kvpool.core.types import HASH_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ class HazardTier:
             if not block.where & IN_ANY:
                 brain.n_cached += 1
                 if block.up is None:
-                    link(block, above)
+                    if above is not None and above.kid is None and is_parent(above, block):
+                        block.up = above
+                        above.kid = block
+                    else:
+                        link(block, above)
             block.where |= bit
             run, up = block.run, block.up
             if tier == DRAM and up is not None:

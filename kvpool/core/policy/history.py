@@ -168,24 +168,29 @@ class History:
             self._unlist(no, head)
         else:
             self._fading.push(no)
-        column, following = self._ghost_print, self._ghost_next
+        column, following, free = self._ghost_print, self._ghost_next, self._ghost_free
         for print60, n_uses in zip(prints, uses, strict=True):
-            node = self._ghost_free
+            node = free
             if node:
-                self._ghost_free = following[node]
-                column[node], following[node] = print60 << USE_BITS | n_uses, head
+                free = following[node]
+                column[node] = print60 << USE_BITS | n_uses
+                following[node] = head
             else:
                 node = len(column)
                 column.append(print60 << USE_BITS | n_uses)
                 following.append(head)
             head = node
+        self._ghost_free = free
         self._head[no] = head
         self.n_ghosts += len(prints)
         self._list(no, prints[-1])
 
     def find(self, print60: int) -> int:
         """Number of the run whose first ghost this is, 0: none."""
-        no = self._slots[print60 & (len(self._slots) - 1)]
+        slots = self._slots
+        no = slots[print60 & (len(slots) - 1)]
+        if not no:
+            return 0
         prints, head = self._ghost_print, self._head
         while no and prints[head[no]] >> USE_BITS != print60:
             no = self._next_in_slot[no]
@@ -194,12 +199,14 @@ class History:
     def look(self, no: int, prints: Sequence[int]) -> bytes:
         """Use counts of the ghosts that `take` would take."""
         node = self._head[no]
+        column, following = self._ghost_print, self._ghost_next
         uses = bytearray()
         for print60 in prints:
-            if not node or self._ghost_print[node] >> USE_BITS != print60:
+            ghost = column[node] if node else 0
+            if not node or ghost >> USE_BITS != print60:
                 break
-            uses.append(self._ghost_print[node] & USE_MASK)
-            node = self._ghost_next[node]
+            uses.append(ghost & USE_MASK)
+            node = following[node]
         return bytes(uses)
 
     def take(self, no: int, prints: Sequence[int]) -> bytes:
@@ -207,12 +214,17 @@ class History:
         lowered; a run with nothing left is the caller's to drop."""
         node = self._head[no]
         self._unlist(no, node)
+        first = last = node
         uses = bytearray()
+        column, following = self._ghost_print, self._ghost_next
         for print60 in prints:
-            if not node or self._ghost_print[node] >> USE_BITS != print60:
+            ghost = column[node] if node else 0
+            if not node or ghost >> USE_BITS != print60:
                 break
-            uses.append(self._ghost_print[node] & USE_MASK)
-            node = self._release(node)
+            uses.append(ghost & USE_MASK)
+            last, node = node, following[node]
+        if uses:
+            self._release(first, last, len(uses))
         self.left[no] -= len(uses)
         self._head[no] = node
         if node:
@@ -227,18 +239,20 @@ class History:
         if no:
             node = self._head[no]
             self._unlist(no, node)
-            while node:
-                self.left[no] -= 1
-                node = self._release(node)
+            following = self._ghost_next
+            n, last = 1, node
+            while after := following[last]:
+                n, last = n + 1, after
+            self._release(node, last, n)
+            self.left[no] -= n
             self._head[no] = 0
             self._fading.remove(no)
         return no
 
-    def _release(self, node: int) -> int:
-        following = self._ghost_next[node]
-        self._ghost_next[node], self._ghost_free = self._ghost_free, node
-        self.n_ghosts -= 1
-        return following
+    def _release(self, first: int, last: int, n: int) -> None:
+        """n nodes, from this to that one, are free."""
+        self._ghost_next[last], self._ghost_free = self._ghost_free, first
+        self.n_ghosts -= n
 
     def _list(self, no: int, print60: int) -> None:
         if self._n_heads > len(self._slots):

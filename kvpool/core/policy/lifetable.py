@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections import defaultdict
 from typing import Final
 
 import numpy as np
@@ -23,12 +22,13 @@ SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a fine
 PRIOR: Final = 0.25  # chance of use in one doubling of age before anything is known: the order of LRU
 CHANCE_MAX: Final = 0.999
 EVIDENCE_MIN: Final = 1000.0  # runs, the later ones weighing more, that say enough to refuse a put by
-_GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS, 1)  # coarse to fine
+_GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS)  # classes that are one in a coarser class, coarse to fine
 _WIDTHS_S: Final = np.diff(np.array(EDGES_S))
 _MAGIC: Final = b"KVLT\x01"
 _HEAD: Final = struct.Struct("<5sHHQ")  # magic, classes, bins, xxh3-64 of the rest
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.intp]]
 
 
 class LifeTable:
@@ -37,20 +37,22 @@ class LifeTable:
 
     def __init__(self) -> None:
         self._counts: Floats = np.zeros((2, N_CLASSES, N_BINS))  # reached, used
-        self.reached: defaultdict[int, float] = defaultdict(float)  # by key, since the last refresh
-        self.used: defaultdict[int, float] = defaultdict(float)
+        self.reached: array[float] = array("d", bytes(8 * N_CLASSES * N_BINS))  # by key, since the last refresh
+        self.used: array[float] = array("d", self.reached)
+        self._new = [np.frombuffer(counted).reshape(N_CLASSES, N_BINS) for counted in (self.reached, self.used)]  # (the same)
         self.index: array[float] = array("d", gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES)
         self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
+        self._seen = np.zeros(0, np.intp)  # classes, and of each grouping of these what `_grouped` says
+        self._groups: list[tuple[Ints, Ints]] = []
         self.version = 0
         self.is_sure = False  # enough was seen to refuse new blocks by it
 
     def refresh(self) -> None:
         """Takes in what was counted since the last time and makes the index anew. O(classes seen), about 1 ms for 200."""
         counts = self._counts
-        for counted, table in zip((self.reached, self.used), counts.reshape(2, -1), strict=True):
-            n = len(counted)
-            table[np.fromiter(counted, np.intp, n)] += np.fromiter(counted.values(), np.float64, n)
-            counted.clear()
+        for counted, table in zip(self._new, counts, strict=True):
+            table += counted
+            counted.fill(0.0)
         np.maximum(counts, 0.0, out=counts)
         self._estimate()
         counts *= DECAY
@@ -63,16 +65,14 @@ class LifeTable:
         n, d = counts.sum(1)
         chance: Floats = (d + SHRINKAGE * PRIOR) / (n + SHRINKAGE)
         of_seen = counts[:, seen]
-        for grouping in _GROUPINGS if len(seen) else ():
-            if grouping == 1:
-                n, d = of_seen
-            else:
-                group = seen // grouping
-                is_first = group[1:] != group[:-1]
-                first = np.concatenate(([0], np.flatnonzero(is_first) + 1))
-                n, d = np.add.reduceat(of_seen, first, axis=1)[:, np.concatenate(([0], np.cumsum(is_first)))]
-            chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
         if len(seen):
+            if not np.array_equal(seen, self._seen):
+                self._seen, self._groups = seen, [_grouped(seen, grouping) for grouping in _GROUPINGS]
+            for first, group in self._groups:
+                n, d = np.add.reduceat(of_seen, first, axis=1)[:, group]
+                chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
+            n, d = of_seen
+            chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
             self._index[seen] = gittins(np.minimum(chance, CHANCE_MAX))
         self.is_sure = float(began.sum()) >= EVIDENCE_MIN
         self.version += 1
@@ -95,6 +95,13 @@ class LifeTable:
             raise ValueError("counts that are no counts")
         self._counts = tables
         self._estimate()
+
+
+def _grouped(seen: Ints, grouping: int) -> tuple[Ints, Ints]:
+    """Where the coarser classes of these classes begin among them, and which one each is of."""
+    coarser = seen // grouping
+    is_first = np.diff(coarser, prepend=-1) > 0
+    return np.flatnonzero(is_first), np.cumsum(is_first) - 1
 
 
 def gittins(chance: Floats) -> Floats:

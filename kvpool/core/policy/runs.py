@@ -20,6 +20,7 @@ IN_DRAM, IN_SSD, PARKED_DRAM, PARKED_SSD = 1, 2, 4, 8  # of Block.where
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
 IN: Final = (IN_DRAM, IN_SSD)
+_DRAM_AND_PARKED: Final = IN_DRAM | PARKED_DRAM
 PARKED: Final = (PARKED_DRAM, PARKED_SSD)
 
 
@@ -58,13 +59,12 @@ class Run:
         """Its deepest in DRAM and those above it, one after the other: at most n, and none above a gap, one that is parked, or
         one that has other children in DRAM."""
         found = [deepest]
-        while len(found) < n:
-            block = found[-1].up
-            if block is None or block.run is not self or block.n_dram_kids > 1:
-                break
-            if block.where & (IN_DRAM | PARKED_DRAM) != IN_DRAM:
+        block = deepest.up
+        for _ in range(n - 1):
+            if block is None or block.run is not self or block.n_dram_kids > 1 or block.where & _DRAM_AND_PARKED != IN_DRAM:
                 break
             found.append(block)
+            block = block.up
         return found
 
     def requeue(self, key: int) -> None:
@@ -181,6 +181,11 @@ def once(blocks: Sequence[Block | None]) -> list[Block | None]:
         if block is not None:
             seen.add(block)
     return found
+
+
+def is_parent(above: Block, block: Block) -> bool:
+    """Whether this is what the block hangs on."""
+    return above.key[:HASH_BYTES] == block.parent and above.space is block.space and above.depth < block.depth
 
 
 def link(block: Block, above: Block | None) -> None:
