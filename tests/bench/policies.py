@@ -10,6 +10,7 @@ Goals: a part of the optimum where there is one, a part of the hits from DRAM wh
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.textbook import TEXTBOOK, access, optimum_hits
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request, load_mooncake
+from kvpool.worker.server import GC_THRESHOLDS
 
 SHARED = Path(os.environ.get("KVPOOL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 BLOCK_BYTES = 4096
@@ -150,6 +152,7 @@ def row(name: str, requests: list[Request], dram: int, ssd: int, goal: float, dr
 
 def main() -> int:
     """The table."""
+    gc.set_threshold(*GC_THRESHOLDS)  # as a worker does
     wanted = [name for name in sys.argv[1:] if name in GOALS] or list(GOALS)
     rows = []
     for name in wanted:

@@ -221,15 +221,16 @@ class HazardTier:
         while above:
             yield from self._of_run(heappop(above)[2], above, seen)
 
-    def _of_run(self, run: Run, above: list[tuple[float, int, Run]], seen: set[Run]) -> Iterator[Entry]:
-        for block in reversed(run.members):
-            if block is not None and block.where & (self._in | self._parked) == self._in:
-                yield self._entry(block)
+    def _of_run(self, run: Run, above: list[tuple[float, int, Run]], seen: set[Run]) -> list[Entry]:
+        here = self._in
+        mask = here | self._parked
+        blocks = [block for block in reversed(run.members) if block is not None and block.where & mask == here]
         first = run.members[0]
         up = first.up.run if first is not None and first.up is not None else None
         if up is not None and up not in seen and (up.n_dram if self._tier == DRAM else up.n_ssd):
             seen.add(up)
             heappush(above, (self._brain.table.index[self._brain.history.key[up.no]], up.no, up))
+        return cast("list[Entry]", blocks if self._tier == DRAM else [block.ssd_copy for block in blocks])
 
     def tick_of(self, entry: Entry) -> int:
         block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
@@ -294,6 +295,3 @@ class HazardTier:
 
     def _block(self, entry: Entry) -> Block:
         return entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, return-value]
-
-    def _entry(self, block: Block) -> Entry:
-        return block if self._tier == DRAM else cast(Entry, block.ssd_copy)

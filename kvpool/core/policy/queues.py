@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvpool.core.policy.lifetable import LifeTable
     from kvpool.core.policy.runs import Run
 
+
 class Waiting(OrderedDict["Run", None]):
     """Runs of one class and age in one group, those used longest ago first."""
 
@@ -44,17 +45,17 @@ class RunGroup(Group):
     def push(self, run: Run, key: int) -> Waiting:
         """-> where it waits; `del` it from there."""
         waiting = self._by_key.get(key)
-        if waiting is None:
-            waiting = self._by_key[key] = Waiting()
-            waiting.group = self
-        if not waiting:
-            heappush(self._heap, (self._table.index[key], run.time_s, key))
+        if waiting:
             waiting[run] = None
+            if run.time_s >= next(iter(waiting)).time_s:
+                return waiting
+            waiting.move_to_end(run, last=False)
         else:
+            if waiting is None:
+                waiting = self._by_key[key] = Waiting()
+                waiting.group = self
             waiting[run] = None
-            if run.time_s < next(iter(waiting)).time_s:
-                waiting.move_to_end(run, last=False)
-                heappush(self._heap, (self._table.index[key], run.time_s, key))
+        heappush(self._heap, (self._table.index[key], run.time_s, key))
         return waiting
 
     def first(self) -> Run | None:
@@ -84,7 +85,7 @@ class RunGroup(Group):
 
     def _sort(self) -> None:
         self._version = self._table.version
-        self._heap = [
-            (self._table.index[key], next(iter(waiting)).time_s, key) for key, waiting in self._by_key.items() if waiting
-        ]
+        self._by_key = {key: waiting for key, waiting in self._by_key.items() if waiting}
+        index = self._table.index
+        self._heap = [(index[key], next(iter(waiting)).time_s, key) for key, waiting in self._by_key.items()]
         heapify(self._heap)
