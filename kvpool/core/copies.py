@@ -163,6 +163,10 @@ class Copies(Keeping):
             if len(self._waiting) > WAITING_MAX:
                 del self._waiting[next(iter(self._waiting))]
 
+    def gave_up(self, use: int) -> None:
+        """The put that had to wait (`Reserved.use`) is not tried again: nothing is kept for it any more."""
+        self._waiting.pop(use, None)
+
     def _must_stay(self, block: Block) -> bool:
         """What is below it in its chain is on SSD, so it should be. (Not in an extent that is emptied: that goes with it.)"""
         if block.kid is None or block.n_dram_kids:

@@ -51,11 +51,11 @@ async def places(plane: Plane, ask: Ask, batch: KeyBatch, spec: NamespaceSpec, u
             if ask.fence is not None and node.removals_begun(spec.uid) > ask.fence:
                 raise StaleMove
             reserved = node.table.reserve(batch, sizes, now_ms=node.now_ms(), use=use)
+            use = reserved.use
             if not reserved.must_wait or loop.time() >= give_up_at:
                 slots = SimSlots(node, spec, sizes, reserved.codes, reserved.blocks)
                 node.after_decision()
                 return slots
-            use = reserved.use
             node.table.abort([block for block in reserved.blocks if block is not None])
             node.kick_mover()
             room: asyncio.Future[None] = loop.create_future()
@@ -68,6 +68,7 @@ async def places(plane: Plane, ask: Ask, batch: KeyBatch, spec: NamespaceSpec, u
                 timer.cancel()
     finally:
         node.forget_waiting(who)
+        node.table.gave_up(use)
 
 
 async def make_visible(

@@ -182,6 +182,9 @@ class Reserving:
         """While parked nothing is reserved."""
         self.then = None
         self.node.forget_waiting(self)
+        if self._use:
+            with self.node.lock:
+                self.node.table.gave_up(self._use)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -202,6 +205,8 @@ class Reserving:
                 node.wait_for_room(self, lambda: loop.post(self._again))  # under the lock: the mover's next wake is not missed
                 slots = None
             else:
+                if reserved.must_wait:
+                    node.table.gave_up(reserved.use)
                 slots = Slots(node, self.spec, self.sizes, reserved.codes, reserved.blocks)
                 slots.over_quota = reserved.over_quota
             node.after_decision()

@@ -23,7 +23,7 @@ from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
-from tests.support.tables import DRAM, SSD, Rig, batch_of, chain
+from tests.support.tables import DRAM, SSD, Rig, batch_of, chain, spec_of
 
 BLOCK = 4096
 FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED
@@ -284,6 +284,20 @@ def test_what_is_worth_less_than_all_that_is_there_is_refused_and_known_when_it_
     rig.now += 100_000
     rig.put(chain("new", 4))
     assert brain.history.n_ghosts <= known, "it came again: no new blocks"
+    rig.check()
+
+
+def test_nothing_is_kept_for_a_put_that_gave_up() -> None:
+    rig = Rig(16, 1, limits=Limits(low_watermark=1.0), specs=[spec_of(1), spec_of(2)], policy="hazard")
+    rig.put(chain("a", 20, 16))
+    reserved = rig.reserve(chain("a", 27))
+    assert reserved.must_wait
+    rig.table.abort(reserved.blocks)
+    rig.write_down()
+    other = [batch_of([name], ns=2, chained=False) for name in "xyz"]
+    assert [list(rig.put_waiting(batch)) for batch in other] == [[BlockCode.FULL]] * 3
+    rig.table.gave_up(reserved.use)
+    assert [list(rig.put_waiting(batch)) for batch in other] == [[BlockCode.RESERVED]] * 3
     rig.check()
 
 
