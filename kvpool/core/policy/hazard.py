@@ -296,8 +296,8 @@ class Hazard:
             bucket = buckets[end - 1]
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             if variable:
-                size, first_alike = blocks[end - 1].size, end - 1  # type: ignore[union-attr]
-                while first_alike > start and blocks[first_alike - 1].size == size:  # type: ignore[union-attr]
+                group, first_alike = blocks[end - 1].group, end - 1  # type: ignore[union-attr]
+                while first_alike > start and blocks[first_alike - 1].group is group:  # type: ignore[union-attr]
                     first_alike -= 1
                 start = first_alike
             key = first_key(bucket, int(is_tail), new, gap)
@@ -534,7 +534,7 @@ class Hazard:
             assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
             members = [block for block in run.members if block is not None]
             assert all(block.run is run and block.where & IN_ANY for block in members)
-            assert all(a.depth <= b.depth and a.size == b.size for a, b in pairwise(members)), "order or sizes"
+            assert all(a.depth <= b.depth and a.group is b.group for a, b in pairwise(members)), "order or classes"
             assert [run.n_dram, run.n_ssd] == [sum(bool(b.where & bit) for b in members) for bit in IN], "copies are miscounted"
             waits = run.waits_dram, run.waits_ssd
             self.consider(run)
