@@ -310,22 +310,31 @@ class Keeping:
     def _give_up(
         self, tier: Tiers, group: Group, need: int, spare_tick: int, *, low: bool
     ) -> tuple[int, list[Entry]]:
-        """Evicts up to `need` blocks of this class by their rank."""
+        """Evicts up to `need` blocks of this class by their rank. What must be written down first (or is just now) is the next
+        that is looked at: others written instead would take its place on SSD, and so on."""
         evicted, dirty = 0, []
         for rank in self.shelves.ranks(low=low):
             self._yield_rank = max(PRIORITY_DEFAULT, rank)
+            again: list[Block] = []
             try:
                 for entry, leave in self._copies_of(rank, tier, group, spare_tick):
-                    if leave is Leave.DIRTY:
-                        dirty.append(entry)
-                    elif leave is Leave.YES:
+                    if leave is Leave.YES:
                         self._evict_dram(entry) if tier is DRAM else self._evict_ssd(entry)
                         evicted += 1
+                    elif tier is DRAM and (leave is Leave.DIRTY or self._is_only_written(entry)):
+                        dirty.append(entry)
+                        again.append(entry)  # type: ignore[arg-type]
                     if evicted + len(dirty) >= need:
                         return evicted, dirty
             finally:
                 self._yield_rank = PRIORITY_DEFAULT
+                self.shelves.put_back(rank, tier, group, again)
         return evicted, dirty
+
+    def _is_only_written(self, entry: Entry) -> bool:
+        """Whether it may not leave DRAM for no other reason than that it is being written down."""
+        block: Block = entry  # type: ignore[assignment]
+        return block.demoting and block.pins == 1 and block.live and not block.held_dram and not self._stays(block, DRAM)
 
     def _copies_of(self, rank: int, tier: Tiers, group: Group, spare_tick: int) -> Iterator[tuple[Entry, Leave]]:
         """Copies that are not of the asking batch itself, and whether each may leave."""

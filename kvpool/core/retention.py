@@ -193,6 +193,13 @@ class Shelves:
                 n_given += 1
                 yield block
 
+    def put_back(self, rank: int, tier: Tiers, group: Group, blocks: list[Block]) -> None:
+        """These, of `coldest`, did not go yet: they are the next again."""
+        shelf = self._shelves.get(rank)
+        if shelf is not None and blocks:
+            queue = shelf.queues.setdefault((tier, id(group)), [])
+            queue += [(-self._tick_of(block, tier), block.depth, block) for block in reversed(blocks)]
+
     def _queue(self, shelf: _Shelf, tier: Tiers, group: Group) -> list[tuple[int, int, Block]]:
         there = [(-self._tick_of(block, tier), block.depth, block) for block in shelf.blocks if _is_in(block, tier, group)]
         n = max(QUEUE_MIN, len(there) // QUEUE_PART)

@@ -270,6 +270,26 @@ def test_a_soft_pin_on_ssd_does_not_go_for_a_demotion_of_what_is_not_pinned() ->
     assert rig.has(singles("".join(there))) == [2] * len(there)
 
 
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("priority", [0, 80])
+def test_a_put_waits_for_few_writes_where_all_have_a_priority_and_ssd_is_small(policy: str, priority: int) -> None:
+    rig = Rig(16, 4, policy=policy)
+    for i in range(40):
+        batch, use = batch_of([f"{i}.{j}" for j in range(3)], chained=False), 0
+        for _ in range(8):
+            reserved = rig.table.reserve(batch, [BLOCK] * 3, now_ms=rig.now, hints=[pack_hint(0, priority)] * 3, use=use)
+            if not reserved.must_wait:
+                break
+            use = reserved.use
+            rig.table.abort(reserved.blocks)
+            rig.write_down(max_bytes=4 * BLOCK, rounds=1)
+            rig.table.shelves.refresh()
+        assert not reserved.must_wait, "what was written down for it is not what leaves"
+        rig.fill(reserved)
+        rig.commit(reserved)
+        rig.check()
+
+
 def test_a_kept_block_of_another_class_gives_way_last() -> None:
     rig = Rig(0, specs=[spec_of(1), spec_of(2, 2 * BLOCK)], dram_bytes=64 * BLOCK)
     put(rig, chain("a", 64))
