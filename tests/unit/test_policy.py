@@ -314,6 +314,16 @@ def test_what_somebody_wants_kept_is_never_refused(why: str) -> None:
     rig.check()
 
 
+def test_the_order_is_bounded_where_nothing_has_to_leave() -> None:
+    rig, _ = learned(100)
+    batch = chain("a", 10)
+    rig.put(batch)
+    for _ in range(1000):
+        rig.now += 61_000
+        rig.table.tiers_of(batch, now_ms=rig.now, touch=True)
+    assert max(len(group._heap) for group in rig.table._dram_policy.groups()) < 2000  # type: ignore[attr-defined]
+
+
 def test_history_is_small_and_bounded() -> None:
     rig, brain = learned(300)
     for i in range(400):

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvpool.core.policy.eviction import Group, GroupKey
 
 if TYPE_CHECKING:
     from kvpool.core.policy.lifetable import LifeTable
     from kvpool.core.policy.runs import Run
+
+
+HEAP_SLACK: Final = 1024  # times that are over, before the heap is made anew
 
 
 class Waiting(OrderedDict["Run", None]):
@@ -56,6 +59,8 @@ class RunGroup(Group):
                 waiting.group = self
             waiting[run] = None
         heappush(self._heap, (self._table.index[key], run.time_s, key))
+        if len(self._heap) > 2 * len(self._by_key) + HEAP_SLACK:  # (nobody asks while there is room)
+            self._sort()
         return waiting
 
     def first(self) -> Run | None:
