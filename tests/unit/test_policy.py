@@ -196,6 +196,18 @@ def test_blocks_used_in_another_order_than_their_chains_can_still_leave() -> Non
     rig.check()
 
 
+def test_blocks_of_no_chain_are_found_among_few_in_whatever_order_they_are_used() -> None:
+    rig, brain = learned(1000)
+    names: list[object] = [f"x{i}" for i in range(1000)]
+    rig.put(batch_of(names, chained=False))
+    for seed in range(4):
+        rig.get(batch_of(names, chained=False))
+        assert max(len(run.members) for run in brain._runs.values()) <= (64 if seed else 1000)
+        rig.now += 61_000
+        random.Random(seed).shuffle(names)
+    rig.check()
+
+
 def test_a_run_has_blocks_of_one_size() -> None:
     rig, _ = learned(100)
     sizes = [BLOCK, 1000, BLOCK, BLOCK, 1000, BLOCK]

@@ -59,6 +59,7 @@ REFRESH_REQUESTS: Final = 64
 HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
 HISTORY_MIN: Final = 1024
 SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
+UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
 _CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 
@@ -136,7 +137,8 @@ class Hazard:
                 at = run.index(block)
                 k = common(run.members, at, blocks, i)
                 if run.tick != tick:
-                    if part and (last := part[-1]) is blocks[i - 1] and last.depth <= block.depth:  # type: ignore[union-attr]
+                    last = part[-1] if part else None
+                    if last is not None and last is blocks[i - 1] and self._may_follow(part, last, block, k):
                         part += blocks[i : i + k]
                     else:
                         self._build(part, uses.translate(ONE_MORE), request)
@@ -150,6 +152,14 @@ class Hazard:
             request.gap = gap
             self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
+
+    @staticmethod
+    def _may_follow(part: Sequence[Block | None], last: Block, block: Block, k: int) -> bool:
+        """Whether a block, and k - 1 more, may be of one run with those of `part`, which ends with `last`: no parent comes after
+        its child (they would wait for each other), and each is found by its rank, or among few."""
+        first = part[0]
+        assert first is not None
+        return last.depth <= block.depth and (block.rank - first.rank == len(part) or len(part) + k <= UNRELATED_MAX)
 
     def stored(self, blocks: list[Block], tick: int) -> None:
         """New blocks of one batch in chain order, of the request of this tick."""
