@@ -163,6 +163,8 @@ def _deepest(members: list[Block | None], n: int, bit: int) -> tuple[Block, int]
 def common(members: list[Block | None], at: int, blocks: Sequence[Block | None], i: int) -> int:
     """How many of `members` from `at` on are `blocks` from i on, up to a gap."""
     k = min(len(members) - at, len(blocks) - i)
+    if k > 1 and members[at + 1] is not blocks[i + 1]:
+        return 1
     part = members[at : at + k]
     if part == blocks[i : i + k]:
         return part.index(None) if None in part else k
