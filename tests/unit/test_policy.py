@@ -8,9 +8,10 @@ from array import array
 import numpy as np
 import pytest
 
-from kvpool.core.block import Limits
+from kvpool.core.block import Block, Limits
 from kvpool.core.keys import KeyBatch
 from kvpool.core.pins import PinLevel
+from kvpool.core.policy import runs
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
 from kvpool.core.policy.hazard import Hazard
@@ -23,7 +24,7 @@ from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
-from tests.support.tables import DRAM, SSD, Rig, batch_of, chain, spec_of
+from tests.support.tables import DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of
 
 BLOCK = 4096
 FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED
@@ -365,6 +366,32 @@ def test_a_promoted_block_keeps_its_ssd_copy_so_that_it_leaves_for_nothing() -> 
     rig.write_down()
     assert rig.table.counters["demoted"] <= 22, "what was there already was written again"
     rig.check()
+
+
+def test_a_long_chain_that_comes_up_block_by_block_is_not_searched_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, _ = learned(1000, 3000)
+    for name in "ab":
+        rig.put_waiting(chain(name, 1000))
+    rig.write_all_down()
+    assert set(rig.has(chain("a", 1000))) == {SSD}
+    looked: list[int] = []
+    search = runs._deepest
+
+    def count(members: list[Block | None], n: int, bit: int) -> tuple[Block, int]:
+        found = search(members, n, bit)
+        looked.append(n - found[1])
+        return found
+
+    monkeypatch.setattr(runs, "_deepest", count)
+    pinned = rig.pin(chain("a", 1000))
+    for block in pinned.blocks:
+        assert block is not None
+        slot = rig.table.promote_reserve(block, wanted=True)
+        assert slot is not None
+        rig.table.promote_done(block, slot, SUMS, ok=True)
+    rig.table.unpin(pinned.blocks)
+    rig.check()
+    assert sum(looked) < 10_000
 
 
 def test_second_use_writes_only_what_was_used_again() -> None:

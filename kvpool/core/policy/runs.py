@@ -125,13 +125,17 @@ class Run:
     def joined_dram(self, block: Block) -> None:
         """A member has a copy there now."""
         self.n_dram += 1
-        if block.rank >= self.end_dram or not self.is_at(block, block.rank - self.base):
+        if not self.is_at(block, block.rank - self.base):
             self.end_dram = FAR
+        elif block.rank >= self.end_dram:
+            self.end_dram = block.rank + 1
 
     def joined_ssd(self, block: Block) -> None:
         self.n_ssd += 1
-        if block.rank >= self.end_ssd or not self.is_at(block, block.rank - self.base):
+        if not self.is_at(block, block.rank - self.base):
             self.end_ssd = FAR
+        elif block.rank >= self.end_ssd:
+            self.end_ssd = block.rank + 1
 
     def ends_in(self, blocks: Sequence[Block]) -> bool:
         """Whether these are its last members, the deepest first."""
