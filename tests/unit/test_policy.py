@@ -300,6 +300,16 @@ def test_what_is_worth_less_than_all_that_is_there_is_refused_and_known_when_it_
     rig.check()
 
 
+def test_what_is_remembered_of_refused_puts_is_bounded() -> None:
+    rig, brain = worthless(50)
+    for i in range(300):
+        rig.now += 100
+        rig.get(chain("hot", 8))
+        rig.put(chain(f"new{i}-", 50))
+    assert rig.table.counters["refused"] > 10_000
+    assert sum(len(request.refused or ()) for request in brain._requests.values()) <= 4 * 1024
+
+
 def test_nothing_is_kept_for_a_put_that_gave_up() -> None:
     rig = Rig(16, 1, limits=Limits(low_watermark=1.0), specs=[spec_of(1), spec_of(2)], policy="hazard")
     rig.put(chain("a", 20, 16))

@@ -78,6 +78,7 @@ class Hazard:
         self._runs: dict[int, Run] = {}  # with cached blocks, by number
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
+        self._n_refused = 0  # in their `refused`, about: also of requests that are forgotten
         self._adopting: list[Block] = []
         self.tiers: list[HazardTier] = []
 
@@ -229,6 +230,12 @@ class Hazard:
         elif prints[0] in request.refused:  # asked again
             return
         request.refused.update(prints)
+        self._n_refused += len(prints)
+        if self._n_refused > self._ghosts_max():
+            for earlier in self._requests.values():
+                earlier.refused = None
+            request.refused = set(prints)
+            self._n_refused = len(prints)
         uses = self._arrive(blocks, prints, request)
         is_tail = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
@@ -490,8 +497,11 @@ class Hazard:
         self._trim(run)
         self._forget()
 
+    def _ghosts_max(self) -> int:
+        return HISTORY_RATIO * max(self.n_cached_max, HISTORY_MIN // HISTORY_RATIO)
+
     def _forget(self) -> None:
-        history, limit = self.history, HISTORY_RATIO * max(self.n_cached_max, HISTORY_MIN // HISTORY_RATIO)
+        history, limit = self.history, self._ghosts_max()
         while history.n_ghosts > limit:
             no = history.forget_oldest()
             if not history.left[no]:
