@@ -24,7 +24,7 @@ from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
-from tests.support.tables import DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of
+from tests.support.tables import BOTH, DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of
 
 BLOCK = 4096
 FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED
@@ -375,6 +375,19 @@ def test_a_promoted_block_keeps_its_ssd_copy_so_that_it_leaves_for_nothing() -> 
     rig.put_waiting(chain("c", 8))
     rig.write_down()
     assert rig.table.counters["demoted"] <= 22, "what was there already was written again"
+    rig.check()
+
+
+def test_a_run_whose_deepest_block_in_dram_is_used_alone_loses_none_above_it() -> None:
+    rig, _ = learned(4, 16)
+    for start in (0, 4):
+        rig.put_waiting(chain("a", 8).slice(start, start + 4))
+    rig.write_all_down()
+    rig.get(chain("a", 8))
+    rig.promote(chain("a", 2))
+    rig.write_all_down()
+    assert rig.has(chain("a", 8)) == [BOTH] * 2 + [SSD] * 2 + [BOTH] * 2 + [SSD] * 2
+    rig.get(batch_of(["a5"], chained=False))
     rig.check()
 
 

@@ -397,6 +397,8 @@ class Hazard:
             del members[at:], run.uses[at:]
         elif at:
             members[at : at + k] = [None] * k
+            if len(self.tiers) > 1:  # (its deepest in one tier may be among these)
+                self.consider(run)
             return
         else:
             del members[:k], run.uses[:k]
