@@ -337,12 +337,13 @@ class Keeping:
         return block.demoting and block.pins == 1 and block.live and not block.held_dram and not self._stays(block, DRAM)
 
     def _copies_of(self, rank: int, tier: Tiers, group: Group, spare_tick: int) -> Iterator[tuple[Entry, Leave]]:
-        """Copies that are not of the asking batch itself, and whether each may leave."""
+        """Copies that are not of the asking batch itself, and whether each may leave. (On SSD none that is there to empty an
+        extent of DRAM: one of them would take another's place, and so on.)"""
         for block in self.shelves.coldest(rank, tier, group):
             if self._used_in(block, tier) != spare_tick:
                 if tier is DRAM:
                     yield block, self._may_leave_dram(block, spare_tick)
-                elif block.ssd_copy is not None:
+                elif block.ssd_copy is not None and (block.dram is None or not self._dram_room.is_emptying(block)):
                     yield block.ssd_copy, self._may_leave_ssd(block.ssd_copy, spare_tick)
 
     def _yield_others(

@@ -24,7 +24,7 @@ from kvpool.errors import InvalidArgument
 from kvpool.worker.tiers import slab_file
 from kvpool.worker.tiers.base import BlockMeta
 from kvpool.worker.tiers.slab_file import Geometry, Header
-from tests.support.tables import BLOCK, Rig, batch_of, chain, spec_of, uid_of
+from tests.support.tables import BLOCK, DRAM, Rig, batch_of, chain, spec_of, uid_of
 
 STORED, ALREADY, FULL = BlockCode.STORED, BlockCode.ALREADY, BlockCode.FULL
 
@@ -38,6 +38,24 @@ def put(rig: Rig, batch: KeyBatch, *, retain_ms: int = 0, priority: int | None =
     codes = [next(made) if block is not None else code for code, block in zip(reserved.codes, reserved.blocks, strict=True)]
     rig.check()
     return codes
+
+
+def put_waiting(rig: Rig, batch: KeyBatch, *, priority: int, rounds: int = 16) -> None:
+    """As a worker does it; what is written down for the put must be what leaves."""
+    use = 0
+    for _ in range(rounds):
+        hints = [pack_hint(0, priority)] * len(batch)
+        reserved = rig.table.reserve(batch, [rig.block] * len(batch), now_ms=rig.now, hints=hints, use=use)
+        if not reserved.must_wait:
+            break
+        use = reserved.use
+        rig.table.abort(reserved.blocks)
+        rig.write_down(max_bytes=4 * BLOCK, rounds=1)
+        rig.table.shelves.refresh()
+    assert not reserved.must_wait, "it waits for ever"
+    rig.fill(reserved)
+    rig.commit(reserved)
+    rig.check()
 
 
 def pin(rig: Rig, batch: KeyBatch, level: PinLevel, *, ttl: int = 10_000) -> list[int]:
@@ -275,19 +293,17 @@ def test_a_soft_pin_on_ssd_does_not_go_for_a_demotion_of_what_is_not_pinned() ->
 def test_a_put_waits_for_few_writes_where_all_have_a_priority_and_ssd_is_small(policy: str, priority: int) -> None:
     rig = Rig(16, 4, policy=policy)
     for i in range(40):
-        batch, use = batch_of([f"{i}.{j}" for j in range(3)], chained=False), 0
-        for _ in range(8):
-            reserved = rig.table.reserve(batch, [BLOCK] * 3, now_ms=rig.now, hints=[pack_hint(0, priority)] * 3, use=use)
-            if not reserved.must_wait:
-                break
-            use = reserved.use
-            rig.table.abort(reserved.blocks)
-            rig.write_down(max_bytes=4 * BLOCK, rounds=1)
-            rig.table.shelves.refresh()
-        assert not reserved.must_wait, "what was written down for it is not what leaves"
-        rig.fill(reserved)
-        rig.commit(reserved)
-        rig.check()
+        put_waiting(rig, batch_of([f"{i}.{j}" for j in range(3)], chained=False), priority=priority)
+
+
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+def test_an_extent_is_emptied_where_its_namespace_has_less_of_ssd_than_that(policy: str) -> None:
+    rig = Rig(16, 8, specs=[spec_of(1), spec_of(2)], policy=policy)
+    rig.table.set_share(uid_of(1), Share(13 * BLOCK, 7 * BLOCK))
+    for i in range(20):
+        put_waiting(rig, batch_of([i], chained=False), priority=0)
+    put_waiting(rig, batch_of(["other"], ns=2, chained=False), priority=36)
+    assert rig.has(batch_of(["other"], ns=2, chained=False)) == [int(DRAM)]
 
 
 def test_a_kept_block_of_another_class_gives_way_last() -> None:
