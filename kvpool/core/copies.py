@@ -442,6 +442,10 @@ class Copies(Keeping):
     def _finish_closing(self, space: Space) -> None:
         if self.dram.is_closed(space.uid) and (self.ssd is None or self.ssd.is_closed(space.uid)):
             del self._closing[space.uid]
+            for policy in (self._dram_policy, self._ssd_policy):
+                for group in policy.groups() if policy is not None else ():
+                    if policy is not None and group.key[0] == space.uid:
+                        policy.drop_group(group.key)
 
     def _lose_ssd_entry(self, block: Block) -> None:
         assert self._ssd_policy is not None and block.ssd_copy is not None

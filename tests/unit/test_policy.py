@@ -417,6 +417,19 @@ def test_a_long_chain_that_comes_up_block_by_block_is_not_searched_for_each(monk
     assert sum(looked) < 10_000
 
 
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+def test_nothing_is_left_of_a_namespace_that_was_closed(policy: str) -> None:
+    rig = Rig(20, 40, specs=[spec_of(1), spec_of(2)], policy=policy)
+    for ns in (1, 2):
+        rig.put_waiting(chain("a", 6, ns=ns), sizes=[BLOCK, 100, 1000] * 2)
+        rig.write_all_down()
+    rig.table.close_namespace(spec_of(2).uid)
+    rig.apply()
+    tiers = rig.table._dram_policy, rig.table._ssd_policy
+    assert {group.key[0] for tier in tiers if tier is not None for group in tier.groups()} == {spec_of(1).uid}
+    rig.check()
+
+
 def test_second_use_writes_only_what_was_used_again() -> None:
     rig, _ = learned(16, 100, low_watermark=0.0, second_use=True)
     rig.put(chain("a", 4))
