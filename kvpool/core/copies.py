@@ -267,7 +267,7 @@ class Copies(Keeping):
             block.ssd = block.ssd_copy = None
             self._free_ssd(slot)
             if stay:
-                self._make_dirty(block)
+                self._make_dirty(block, displaced=True)
                 self._report(block.space.uid, block.key, 1, None, block.size)
             else:
                 self._expel(block, MissCause.EVICTED, SSD)
@@ -292,7 +292,7 @@ class Copies(Keeping):
             self._expel(block, MissCause.EVICTED, SSD)
             self.counters["evicted"] += 1
         else:
-            self._make_dirty(block)
+            self._make_dirty(block, displaced=True)
             self._ahead_from_bytes = self.stored_bytes + self.dram.capacity_bytes // RESUME_PART
             self.counters["evicted_ssd"] += 1
             self._report(block.space.uid, block.key, 1, None, block.size)
@@ -452,12 +452,13 @@ class Copies(Keeping):
         self._ssd_policy.remove(block.ssd_copy)
         block.ssd = block.ssd_copy = None
 
-    def _make_dirty(self, block: Block) -> None:
+    def _make_dirty(self, block: Block, *, displaced: bool = False) -> None:
+        """displaced: its copy on SSD went for another. (Written at once again it would displace one in turn, without end.)"""
         if not block.dirty:
             block.dirty = True
             self.dirty_bytes += block.size
             self._dirty[block] = None
-            if block.space.spec.write_policy is WritePolicy.THROUGH:
+            if block.space.spec.write_policy is WritePolicy.THROUGH and not displaced:
                 self._through[block] = None
 
     def _undirty(self, block: Block) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvpool.core.block import Block, Limits
 from kvpool.core.keys import KeyBatch
+from kvpool.core.namespaces import WritePolicy
 from kvpool.core.pins import PinLevel
 from kvpool.core.policy import runs
 from kvpool.core.policy.admission import DAY_S, WriteBudget
@@ -428,6 +430,17 @@ def test_nothing_is_left_of_a_namespace_that_was_closed(policy: str) -> None:
     tiers = rig.table._dram_policy, rig.table._ssd_policy
     assert {group.key[0] for tier in tiers if tier is not None for group in tier.groups()} == {spec_of(1).uid}
     rig.check()
+
+
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+def test_what_is_written_through_is_written_once_where_ssd_is_smaller_than_dram(policy: str) -> None:
+    through = dataclasses.replace(spec_of(1), write_policy=WritePolicy.THROUGH)
+    rig = Rig(100, 24, specs=[through], policy=policy)
+    for i in range(8):
+        rig.put(chain(f"{i}-", 12))
+        rig.write_down(max_bytes=4 * BLOCK, rounds=50)
+    rig.check()
+    assert rig.table.counters["demoted"] == 96 and not rig.table.has_actions, "it rests when all was written"
 
 
 def test_second_use_writes_only_what_was_used_again() -> None:
