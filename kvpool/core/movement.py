@@ -16,7 +16,7 @@ from typing import Final
 
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
 from kvpool.core.copies import RESUME_PART, Copies
-from kvpool.core.policy.eviction import NO_LIMIT
+from kvpool.core.policy.eviction import NO_LIMIT, TICKS_RECENT
 from kvpool.core.retention import PRIORITY_DEFAULT, Keep
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
@@ -333,10 +333,12 @@ class Movement(Copies):
             self._report(block.space.uid, block.key, block.tiers, None, block.size)
         return True
 
-    def adopted(self) -> None:
-        """No more records will be adopted; before anything is served."""
+    def adopted(self, *, now_ms: int = 0) -> None:
+        """No more records will be adopted; before anything is served. (Then they all grow older at once: some us each.)"""
+        self._tick += TICKS_RECENT + 1  # (no batch goes on with what an earlier process did)
         if self._ssd_policy is not None:
             self._ssd_policy.adopted()
+            self._ssd_policy.at(now_ms)
 
     def adopt(
         self, uid: NamespaceUid, key: Key, size: int, sum: int, depth: int, parent: bytes, slot: Slot, seq: int,  # noqa: A002

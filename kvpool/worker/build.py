@@ -143,7 +143,7 @@ def _adopt(node: Node, ssd: SsdTier) -> None:
             keep=_keep(meta.kept, to_own_ms),
         ):
             refused.append(found.slot)
-    table.adopted()
+    table.adopted(now_ms=node.now_ms())
     if refused:
         with contextlib.suppress(TierError):
             ssd.erase(refused)

@@ -499,7 +499,13 @@ def test_adopted_blocks_are_chains_again() -> None:
         rig.disk[(1 << 32) + i] = keys[i]  # type: ignore[index]
     rig.table.adopted()
     rig.check()
-    assert len(brain._runs) == 1 and rig.get(batch) == 6
+    assert len(brain._runs) == 1
+    rig.now += 10**9
+    assert rig.get(batch.slice(3, 6)) == 3
+    assert min(brain._runs[no].tick for no in brain._runs) > 1, "it is a use, not a part of what an earlier process did"
+    rig.check()
+    brain.table.refresh()
+    assert brain.table._counts[:, :, 1:].sum() < 1e-6, "when they were used before is not known"
 
 
 # --- choice, and the textbook ------------------------------------------------------------------------------------------

@@ -98,10 +98,14 @@ class Hazard:
         self.now_s = now_s
         history, reached, runs = self.history, self.table.reached, self._runs
         left, length = history.left, history.length
+        moved: dict[int, int] = {}
         for no, key in history.aged(now_s):
             reached[key] += left[no] / length[no]
             if no in runs:
-                runs[no].requeue(key)
+                moved.pop(no, None)  # (after a long time it is named for every age between: queued once, in the last one's order)
+                moved[no] = key
+        for no, key in moved.items():
+            runs[no].requeue(key)
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -455,7 +459,7 @@ class Hazard:
                 run.members.append(block)
                 run.uses.append(1)
             else:
-                no = self.history.add(self.now_s, 1, key, 0)
+                no = self.history.add_uncounted(self.now_s, key)
                 run = self._runs[no] = Run(no, 1, self.now_s, block.rank, [block], bytearray(b"\x01"))
             run.n_ssd += 1
             block.run = run

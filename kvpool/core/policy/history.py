@@ -26,6 +26,7 @@ PRINT_MASK: Final = (1 << 60) - 1
 HEADS_MIN: Final = 1024
 NEVER: Final = float("inf")
 ROUNDING: Final = 1e-9
+UNCOUNTED: Final = (1 << 32) - 1
 
 
 class _Queue:
@@ -107,9 +108,14 @@ class History:
                 oldest[age] = no
         return no
 
+    def add_uncounted(self, now_s: float, key: int) -> int:
+        """A run of one block and those that `grow` adds; nothing is counted of its life: each event is next to no part of it."""
+        no = self.add(now_s, 1, key, 0)
+        self.length[no] = UNCOUNTED
+        return no
+
     def grow(self, no: int) -> None:
-        """The run has one block more."""
-        self.length[no] += 1
+        """The run, one of `add_uncounted`, has one block more."""
         self.left[no] += 1
 
     def is_whole(self, no: int) -> bool:
