@@ -167,6 +167,7 @@ class Keeping:
 
     def _look_after(self, now_ms: int) -> None:
         """Some times a second: what is due."""
+        self._dram_policy.at(now_ms)  # (also while nobody asks: not all ages at the next request)
         for block in [b for b in self._expired_held if not b.held_dram and not b.held_ssd][:EXPIRE_BLOCKS_MAX]:
             del self._expired_held[block]
             self._expire(block)

@@ -339,6 +339,14 @@ def test_what_somebody_wants_kept_is_never_refused(why: str) -> None:
     rig.check()
 
 
+def test_runs_grow_older_while_nobody_asks() -> None:
+    rig, brain = learned(100)
+    rig.put(chain("a", 10))
+    rig.now += 100_000
+    rig.table.expire(rig.now)
+    assert brain.now_s == rig.now / 1000
+
+
 def test_the_order_is_bounded_where_nothing_has_to_leave() -> None:
     rig, _ = learned(100)
     batch = chain("a", 10)
