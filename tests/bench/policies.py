@@ -1,8 +1,8 @@
 """Hit rates of the policies as parts of the offline optimum: `python -m tests.bench.policies [NAME ...]`.
 
 Prints one row a trace and capacity and, at the end, one JSON object with every figure and the machine's facts; exit status 1 when
-a goal is missed. The handed-out traces are needed (KVPOOL_SHARED, default ../shared beside the checkout); `documents` is made
-here. NAME: only these traces; --textbook: the textbook's policies too.
+a goal is missed. The handed-out traces are needed (KVPOOL_SHARED, default ../shared beside the checkout); `documents` and
+`books` are made here. NAME: only these traces; --textbook: the textbook's policies too.
 
 Goals: a part of the optimum where there is one, a part of the hits from DRAM where there are two tiers, and everywhere at most
 .02 of the optimum below LRU. `us a block`: CPU time in the policy alone for each block touched, without what timing a call takes.
@@ -45,19 +45,22 @@ GOALS: dict[str, list[tuple[int, int, float, float]]] = {
         (1000, 0, 0, 0), (7000, 0, 0, 0),
     ],
     "documents": [(600, 0, 0, 0), (1500, 0, 0, 0), (5000, 0, 0, 0), (20_000, 0, 0, 0)],
+    "books": [(300, 0, 0, 0), (1000, 0, 0, 0), (3000, 0, 0, 0), (10_000, 0, 0, 0)],
 }  # fmt: skip
 
 
-def documents(*, seed: int = 1, n_requests: int = 4000, n_documents: int = 200) -> list[Request]:
-    """Questions about long documents: 50 to 400 blocks each, asked for by Zipf's law, and one to four blocks of their own."""
-    chance = random.Random(seed)
-    sizes = [chance.randint(50, 400) for _ in range(n_documents)]
+def documents(
+    *, n_requests: int = 4000, n_documents: int = 200, n_blocks: tuple[int, int] = (50, 400), every_ms: float = 400.0
+) -> list[Request]:
+    """Questions about long documents, asked for by Zipf's law, and one to four blocks of their own."""
+    chance = random.Random(1)
+    sizes = [chance.randint(*n_blocks) for _ in range(n_documents)]
     weights = [1 / (i + 1) ** 0.8 for i in range(n_documents)]
     found, serial, at_ms = [], 1 << 40, 0.0
     for which in chance.choices(range(n_documents), weights, k=n_requests):
-        at_ms += chance.expovariate(1 / 400.0)
+        at_ms += chance.expovariate(1 / every_ms)
         own = chance.randint(1, 4)
-        ids = (*range(which * 1000, which * 1000 + sizes[which]), *range(serial, serial + own))
+        ids = (*range(which * 10_000, which * 10_000 + sizes[which]), *range(serial, serial + own))
         serial += own
         found.append(Request(at_ms, len(ids), 1, ids))
     return found
@@ -67,6 +70,8 @@ def requests_of(name: str) -> list[Request]:
     """A trace, written in Mooncake's format first."""
     if name == "documents":
         return documents()
+    if name == "books":  # each longer than the smallest cache
+        return documents(n_requests=1500, n_documents=100, n_blocks=(500, 2000), every_ms=3000.0)
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "trace.jsonl"
         subprocess.run([sys.executable, str(SHARED / "traces" / "to_mooncake.py"), name, str(out)], check=True)

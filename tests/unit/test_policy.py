@@ -16,7 +16,7 @@ from kvpool.core.pins import PinLevel
 from kvpool.core.policy import runs
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
-from kvpool.core.policy.hazard import Hazard
+from kvpool.core.policy.hazard import HISTORY_MIN, Hazard
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
 from kvpool.core.policy.make import policy_of
@@ -307,9 +307,9 @@ def test_what_is_remembered_of_refused_puts_is_bounded() -> None:
     for i in range(300):
         rig.now += 100
         rig.get(chain("hot", 8))
-        rig.put(chain(f"new{i}-", 50))
-    assert rig.table.counters["refused"] > 10_000
-    assert sum(len(request.refused or ()) for request in brain._requests.values()) <= 4 * 1024
+        rig.put(chain(f"new{i}-", 200))
+    assert rig.table.counters["refused"] > 40_000
+    assert sum(len(request.refused or ()) for request in brain._requests.values()) <= HISTORY_MIN
 
 
 def test_nothing_is_kept_for_a_put_that_gave_up() -> None:

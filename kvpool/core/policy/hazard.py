@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 REFRESH_REQUESTS: Final = 64
 HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
-HISTORY_MIN: Final = 1024
+HISTORY_MIN: Final = 8192  # some hundred KB: with few ghosts of long chains nothing is learned of when they come back
 SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
