@@ -83,6 +83,10 @@ class VllmNode:
         text = httpx.get(self.url + "/metrics", timeout=20, trust_env=False).text
         return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name)
 
+    def pause(self) -> None:
+        """SIGSTOP, its engine's processes too."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """SIGKILL, its engine's processes too."""
         if self.process.poll() is None:

@@ -107,9 +107,9 @@ def asked(i: int, salt: str, *, stream: bool = True) -> tuple[str, dict[str, Any
     return "/v1/completions", {**body, "prompt": prompt(i)}
 
 
-async def ask_all(proxy: Proxy, salt: str) -> dict[int, Answer]:
-    answers = await asyncio.gather(*(proxy.ask(*asked(i, salt)) for i in range(N_REQUESTS)))
-    return dict(enumerate(answers))
+async def ask_all(proxy: Proxy, salt: str, which: range = range(N_REQUESTS)) -> dict[int, Answer]:
+    answers = await asyncio.gather(*(proxy.ask(*asked(i, salt)) for i in which))
+    return dict(zip(which, answers, strict=True))
 
 
 async def _alone(node: VllmNode) -> dict[int, str]:
@@ -234,7 +234,11 @@ def test_a_client_that_leaves_frees_the_engine(site: Site) -> None:
             got = asyncio.Event()
             client = asyncio.ensure_future(ask(got))
             await asyncio.wait_for(got.wait(), 120)
-            assert site.decode.metric("vllm:num_requests_running") == 1
+
+            async def under_way() -> bool:
+                return site.decode.metric("vllm:num_requests_running") == 1
+
+            await until(under_way, timeout_s=20, what="the engine says that it is at work")
             made = site.decode.metric("vllm:generation_tokens_total")
             client.cancel()
             await asyncio.gather(client, return_exceptions=True)
@@ -252,15 +256,12 @@ def test_a_client_that_leaves_frees_the_engine(site: Site) -> None:
 def test_prefill_killed_half_way_changes_no_text(site: Site, alone: dict[int, str]) -> None:
     async def run() -> None:
         async with running(*PROXY, prefill=[site.prefill.url], decode=[site.decode.url]) as proxy:
-
-            async def some() -> bool:
-                return await proxy.metric("kvpool_pd_prefills_total", outcome="ok") >= 5
-
-            async def kill() -> None:
-                await until(some, timeout_s=120, what="prefill works")
-                await asyncio.to_thread(site.prefill.kill)
-
-            answers, _ = await asyncio.gather(ask_all(proxy, "killed"), kill())
+            half = N_REQUESTS // 2
+            answers = await ask_all(proxy, "killed", range(half))
+            site.prefill.pause()  # (what comes to it now is under way when it is killed, however fast it is)
+            others = asyncio.ensure_future(ask_all(proxy, "killed", range(half, N_REQUESTS)))
+            await asyncio.to_thread(site.prefill.kill)
+            answers |= await others
             check(answers, alone)
             routes = [answer.route for answer in answers.values()]
             assert routes.count("prefill") >= 5 and routes.count("prefill_failed") + routes.count("no_prefill") >= 1, routes
