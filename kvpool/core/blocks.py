@@ -223,10 +223,7 @@ class BlockTable(Holding):
         if short and self.ssd is not None:
             for block in self._soon:
                 block.spare_tick = tick
-            for entry in waiting:
-                if isinstance(entry, Block) and entry.dirty and not entry.demoting:
-                    self._urgent[entry] = None
-                    entry.spare_tick = tick
+            self._hurry(waiting, tick)
         must_wait = short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
         self._waits(tick, must_wait)
         if short and chained and not must_wait:

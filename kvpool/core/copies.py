@@ -202,6 +202,13 @@ class Copies(Keeping):
                 self._soon[entry] = None
         self._park_dram(first)
 
+    def _hurry(self, entries: Sequence[Entry], tick: int) -> None:
+        """These must be written down so that there is room for a batch of this tick."""
+        for entry in entries:
+            if isinstance(entry, Block) and entry.dirty and not entry.demoting:
+                self._urgent[entry] = None
+                entry.spare_tick = tick
+
     def _none_aside(self) -> None:
         """The SSD tier takes nothing now: those set aside may leave without it."""
         soon, self._soon = self._soon, OrderedDict()

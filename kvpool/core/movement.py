@@ -253,8 +253,9 @@ class Movement(Copies):
 
     def promote_reserve(self, block: Block, *, wanted: bool = False) -> Slot | None:
         """A DRAM slot for a pinned SSD block. Never waits: free room or clean victims only, that are worth less than it (where a
-        policy knows worth; wanted: whatever they are worth, somebody asked for it to be there). None: no such room, it is in
-        DRAM, another promotion of it is under way, or it is gone. End it by `promote_done`; the block is pinned until then."""
+        policy knows worth; wanted: whatever they are worth, somebody asked for it to be there). None: no such room (for one
+        that is wanted some is written down then), it is in DRAM, another promotion of it is under way, or it is gone. End it by
+        `promote_done`; the block is pinned until then."""
         if not block.live or block.dram is not None or block.ssd is None or block.promoting or block.ssd_copy is None:
             return None
         assert self._ssd_policy is not None
@@ -262,8 +263,11 @@ class Movement(Copies):
             victim = self._dram_policy.victim(block.group)
             if victim is not None and self._dram_policy.order_of(victim) <= self._ssd_policy.order_of(block.ssd_copy):
                 return None  # it would be the next to leave
-        slots, _ = self._dram_slots([block], block.group, tick=self._ssd_policy.tick_of(block.ssd_copy))
+        tick = self._ssd_policy.tick_of(block.ssd_copy)
+        slots, unclean = self._dram_slots([block], block.group, tick=tick)
         if not slots:
+            if wanted:  # (there is room for it the next time)
+                self._hurry(unclean, tick)
             return None
         block.promoting, block.flight = True, slots[0]
         block.pins += 1

@@ -33,6 +33,7 @@ from kvpool.master.store import NamespaceRecord, WorkerRecord
 from tests.support.lease_model import TERMS, ModelStore
 from tests.support.proxy import TcpProxy, free_port
 from tests.support.redis import RedisServer, cluster_of_one, replica_of, sentinel_for
+from tests.support.waiting import wait_until
 
 UID = NamespaceUid(b"u" * 16)
 RECORD = NamespaceRecord(NamespaceSpec.of("n", KVLayout.opaque(block_bytes=4096), uid=UID, hash="external"), 1)
@@ -635,6 +636,8 @@ def test_sentinel_names_the_next_primary(own: RedisServer, tmp_path: Path) -> No
         async with electing(f"redis+sentinel://{sentinel.address}/pool", "a") as (elector, store):
             await until(elector, Role.LEADER)
             await store.put_namespace(RECORD)
+            n_keys = own.command("DBSIZE")
+            await asyncio.to_thread(wait_until, lambda: replica.command("DBSIZE") == n_keys, what="the replica has it too")
             own.kill()
             await eventually(lambda: store.put_worker(WORKER), timeout_s=15)
             assert await until(elector, Role.LEADER) == Standing(Role.LEADER, Epoch(1), "a:1")

