@@ -223,7 +223,7 @@ class BlockTable(Holding):
         if short and self.ssd is not None:
             for block in self._soon:
                 block.spare_tick = tick
-            self._hurry(waiting, tick)
+            self._write_first(waiting, tick)
         must_wait = short and (bool(waiting) or bool(self._soon) or self.n_demoting > 0)
         self._waits(tick, must_wait)
         if short and chained and not must_wait:

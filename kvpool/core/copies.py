@@ -202,7 +202,7 @@ class Copies(Keeping):
                 self._soon[entry] = None
         self._park_dram(first)
 
-    def _hurry(self, entries: Sequence[Entry], tick: int) -> None:
+    def _write_first(self, entries: Sequence[Entry], tick: int) -> None:
         """These must be written down so that there is room for a batch of this tick."""
         for entry in entries:
             if isinstance(entry, Block) and entry.dirty and not entry.demoting:

@@ -267,7 +267,7 @@ class Movement(Copies):
         slots, unclean = self._dram_slots([block], block.group, tick=tick)
         if not slots:
             if wanted:  # (there is room for it the next time)
-                self._hurry(unclean, tick)
+                self._write_first(unclean, tick)
             return None
         block.promoting, block.flight = True, slots[0]
         block.pins += 1

@@ -191,12 +191,12 @@ class Rig:
             self.table._urgent[block] = None
         return self.write_down()
 
-    def promote(self, batch: KeyBatch) -> list[bool]:
+    def promote(self, batch: KeyBatch, *, wanted: bool = False) -> list[bool]:
         """Reads and promotes what is on SSD alone."""
         pinned = self.pin(batch, first_miss=False)
         done = []
         for block in pinned.blocks:
-            slot = self.table.promote_reserve(block) if block is not None else None
+            slot = self.table.promote_reserve(block, wanted=wanted) if block is not None else None
             if block is not None and slot is not None:
                 assert block.ssd is not None
                 arena, offset, _ = self.table.dram.place(slot)

@@ -155,6 +155,26 @@ def test_what_is_held_stays_and_leaves_when_released() -> None:
     assert not all(rig.has(chain("a", 4)))
 
 
+def test_what_somebody_wants_in_dram_comes_up_where_no_extent_of_another_namespace_is_clean() -> None:
+    rig = Rig(64, 512, policy="hazard", specs=[spec_of(1), spec_of(2)])
+    rig.put(chain("a", 8))
+    rig.write_all_down()
+    others = [chain(f"b{i}-", 8, ns=2) for i in range(8)]
+    for other in others:
+        rig.now += 100
+        assert set(rig.put_waiting(other)) == {BlockCode.RESERVED}
+    for other in others[::2]:  # each extent has a chain that stays and one that leaves
+        rig.now += 1000
+        rig.get(other)
+    rig.write_down()
+    assert rig.has(chain("a", 8)) == [SSD] * 8
+    for _ in range(10):
+        rig.promote(chain("a", 8), wanted=True)
+        rig.write_down()
+    assert rig.has(chain("a", 8)) == [BOTH] * 8
+    rig.check()
+
+
 def test_a_chain_whose_end_was_put_first_is_used_as_a_whole() -> None:
     rig, brain = learned(20)
     whole = chain("a", 8)
