@@ -161,8 +161,8 @@ class SsdCopy(Entry):
 class Reserved:
     """`codes`: BlockCode [n] (RESERVED, ALREADY, FULL, REJECTED). `blocks`: those RESERVED, else None. `must_wait`: room for
     those FULL may come when the mover has written blocks down (`clean_candidates` .. `ssd_done`). `over_quota`: those FULL are so
-    because the namespace has its quota here. `use`: for `reserve` when this put is tried again, for `gave_up`
-    when it is not."""
+    because the namespace has its quota here. `use`: for `reserve` when this put is tried again,
+    for `gave_up` when it is not."""
 
     codes: bytearray
     blocks: list[Block | None]

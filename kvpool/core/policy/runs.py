@@ -198,10 +198,10 @@ def link(block: Block, above: Block | None) -> None:
     """Makes it a child of its parent, when that is in a tier."""
     if not block.depth:
         return
-    if above is None or above.key[:HASH_BYTES] != block.parent or above.space is not block.space:
+    if above is None or not is_parent(above, block):
         above = block.space.blocks.get(Key(block.parent + block.key[HASH_BYTES:]))
-    if above is None or above.depth >= block.depth:
-        return
+        if above is None or not is_parent(above, block):
+            return
     block.up, kid = above, above.kid
     block.next_kid, block.last_kid = kid, None
     if kid is not None:

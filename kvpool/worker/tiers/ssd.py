@@ -24,7 +24,6 @@ import numpy as np
 from kvpool.core.hashing import block_sum as sum_of_chunks
 from kvpool.core.hashing import chunk_sums
 from kvpool.core.types import PAGE_BYTES, NamespaceUid, Tier
-from kvpool.worker import collector
 from kvpool.worker.tiers import slab_file
 from kvpool.worker.tiers.base import STATE_OK, BlockMeta, TierError, Trouble, tier_error
 from kvpool.worker.tiers.disk import open_directory, probe_direct, take_lock, write_all
@@ -158,7 +157,6 @@ class SsdTier:
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    @collector.paused()
     def scan(self) -> list[AdoptedExtent]:
         """What earlier processes left, read once at start. Never fatal: what cannot be trusted is counted, logged and
         left out. When the files are more than the cap (it was made smaller) those written longest ago are deleted.
