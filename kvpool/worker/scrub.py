@@ -40,6 +40,7 @@ class _Pass:
         self.name = name
         self.began = 0.0
         self.rest_until = 0.0
+        self.passes = 0  # ended: all that was taken was looked at too (the sweep counts when the last was taken)
         self.last_ended: float | None = None  # wall clock, seconds
         self.last_took_s = 0.0
 
@@ -72,7 +73,7 @@ class Scrubber:
         read, copies found corrupt, skipped (no staging memory to spare), failed for another reason. Any thread."""
         return {
             one.name: {
-                "passes": one.sweep.passes, "last_pass_ended": one.last_ended, "last_pass_s": round(one.last_took_s, 3),
+                "passes": one.passes, "last_pass_ended": one.last_ended, "last_pass_s": round(one.last_took_s, 3),
                 **{name: self._counters[one.name][name] for name in COUNTS},
             }
             for one in self._passes
@@ -122,6 +123,7 @@ class Scrubber:
             ended = time.monotonic()
             one.last_took_s, one.last_ended = ended - one.began, time.time()
             one.rest_until, one.began = max(ended, one.began + self._pass_s_min), 0.0
+            one.passes += 1
         return n_bytes
 
     def _look_at(self, copy: Copy, counters: Counter[str]) -> int:

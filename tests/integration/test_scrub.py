@@ -142,8 +142,9 @@ def test_it_goes_no_faster_than_it_is_told(make: Make, scrub: Callable[..., Scru
     began = time.monotonic()
     scrubber = scrub(worker, bytes_per_s=16 * MIB)
     facts = wait_until(lambda: (f := scrubber.facts()["dram"])["passes"] and f, timeout_s=10)
-    assert time.monotonic() - began > 0.8
-    assert facts["bytes"] == 16 * MIB
+    took = time.monotonic() - began
+    assert took > 0.8
+    assert 16 * MIB <= facts["bytes"] <= (took + 0.1) * 16 * MIB, "a pass that ended has read all, and no more than it may"
     slow = scrub(worker, bytes_per_s=1)
     wait_until(lambda: slow.facts()["dram"]["blocks"])
     began = time.monotonic()
