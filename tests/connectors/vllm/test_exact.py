@@ -121,7 +121,9 @@ def test_sync_loads_and_chunked_prefill(make_cluster: Callable[..., Any], start_
     assert [one.external for one in found] == [5 * BLOCK, 5 * BLOCK]
     assert_equal(found, warm)
     engine.flush()
-    wait_stored(cluster, 300 // BLOCK + 400 // BLOCK)  # what was computed in pieces is saved, what tokens were made of is not
+    n_stored = 300 // BLOCK + 400 // BLOCK
+    wait_stored(cluster, n_stored)  # what was computed in pieces is saved, what tokens were made of is not
+    engine.knows(n_stored)
     corrupt(cluster)
     engine.reset()
     wrong = engine.generate(whole)
@@ -192,7 +194,9 @@ def test_preemption_under_a_small_cache(make_cluster: Callable[..., Any], start_
     assert_equal(found, wanted)
     assert metrics["vllm:num_preemptions"] > 0
     assert metrics["kvpool:hit_tokens/dram"] > 0
-    wait_stored(cluster, 4 * ((150 + 100 - 1) // BLOCK))
+    n_stored = 4 * ((150 + 100 - 1) // BLOCK)
+    wait_stored(cluster, n_stored)
+    engine.knows(n_stored)
     corrupt(cluster)
     engine.reset()
     wrong = engine.generate(prompts, max_tokens=100)
