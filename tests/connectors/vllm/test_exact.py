@@ -54,7 +54,8 @@ def check_hits(engine: Engine, cluster: Any, reference: Reference) -> None:
     engine.reset()
     assert engine.generate(PROMPTS[:1])[0].external == HITS[0], "the same request again, the engine's own cache is empty"
     engine.reset()
-    assert corrupt(cluster) == stored(cluster)
+    n_stored = stored(cluster)
+    assert corrupt(cluster, engine) == n_stored
     wrong = engine.generate(PROMPTS)
     assert [one.external for one in wrong] == HITS
     assert differs(wrong, reference.warm)
@@ -124,7 +125,7 @@ def test_sync_loads_and_chunked_prefill(make_cluster: Callable[..., Any], start_
     n_stored = 300 // BLOCK + 400 // BLOCK
     wait_stored(cluster, n_stored)  # what was computed in pieces is saved, what tokens were made of is not
     engine.knows(n_stored)
-    corrupt(cluster)
+    corrupt(cluster, engine)
     engine.reset()
     wrong = engine.generate(whole)
     assert [one.external for one in wrong] == [9 * BLOCK, 12 * BLOCK]
@@ -171,7 +172,8 @@ def test_a_conversation_on_two_instances_in_turn(make_cluster: Callable[..., Any
     assert_equal(found, reference.turns)
     assert [one.cached for one in found] == [one.cached for one in reference.turns]
     assert all(one.external > 0 for one in found[1:]), "each turn has blocks that only the other instance computed"
-    corrupt(cluster)
+    n_stored = corrupt(cluster, engines[0])
+    engines[1].knows(n_stored + 1)
     for engine in engines:
         engine.reset()
     last = last_prompt(reference.turns)
@@ -197,7 +199,7 @@ def test_preemption_under_a_small_cache(make_cluster: Callable[..., Any], start_
     n_stored = 4 * ((150 + 100 - 1) // BLOCK)
     wait_stored(cluster, n_stored)
     engine.knows(n_stored)
-    corrupt(cluster)
+    corrupt(cluster, engine)
     engine.reset()
     wrong = engine.generate(prompts, max_tokens=100)
     assert [one.external for one in wrong] == [full_blocks(150) * BLOCK] * 4
