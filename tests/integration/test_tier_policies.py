@@ -121,7 +121,7 @@ def test_prefetch_brings_blocks_up_from_ssd(make_cluster: MakeCluster) -> None:
     ns, other = space(cluster.connect()), space(cluster.connect(), "other")
     put(ns, 1)
     put(other, *range(100, 100 + 2 * CHAINS))
-    assert ["ssd"] in tiers_of(cluster, ns)  # (not always all of them: a chain leaves from its end)
+    wait_until(lambda: ["ssd"] in tiers_of(cluster, ns), what="some left DRAM")  # (not always all: a chain leaves from its end)
 
     def came_up() -> bool:  # (asked again: there may be no room before something was written down)
         assert ns.prefetch(chain(ns, 1)) == N

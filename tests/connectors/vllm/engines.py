@@ -237,8 +237,8 @@ def differs(found: Sequence[Result], wanted: Sequence[Result]) -> bool:
 def corrupt(cluster: Any, engine: Engine | None = None) -> int:
     """Puts other bytes under every key of the pool: the halves of each block change places, so a layer has another layer's KV.
     Checksums match, contents are wrong. How many. (Whole blocks of one prompt may change places without harm: their positions are
-    in the keys, and attention does not mind the order.) `engine`: one
-    with a mirror that is to have heard of it."""
+    in the keys, and attention does not mind the order.)
+    engine: waited for until its mirror has heard of all of it (its namespace is the only one)."""
     client = cluster.connect(mirror=False)
     n = 0
     with master_at(cluster.master_address, token_file=None, deadline="5s") as asked:
@@ -261,10 +261,10 @@ def corrupt(cluster: Any, engine: Engine | None = None) -> int:
                 namespace.remove(key, shard=shard, deadline_ms=CORRUPT_MS)
                 assert namespace.put(key, [right[half:] + right[:half]], shard=shard, deadline_ms=CORRUPT_MS).n_there == 1
                 n += 1
-            if engine is not None:  # what happens on a worker is told in order: who knows of this block knows of all before it
-                last = PrefixHashes(bytes(32), chained=False)
-                assert namespace.put(last, [blocks[-1]], shard=shard, deadline_ms=CORRUPT_MS).n_there == 1
-                engine.knows(n + 1)
+    if engine is not None:  # what happens on a worker is told in order: who knows of this block knows of all before it
+        last = PrefixHashes(bytes(32), chained=False)
+        assert namespace.put(last, [blocks[-1]], shard=shard, deadline_ms=CORRUPT_MS).n_there == 1
+        engine.knows(n + 1)
     return n
 
 

@@ -9,7 +9,8 @@ import pytest
 from tests.connectors.vllm.throughput import N_PROMPTS, PROMPT_TOKENS, measure
 
 pytestmark = pytest.mark.timeout(1800)
-# On two cores, beside another test. Alone (`make bench-vllm`) 0.95 is the goal; saves that an engine waits for are far below.
+# Tests run beside others, then times differ by more than is to be shown: CPU seconds count as well, and the limit is below the
+# goal, 0.95, which is for an engine that has the machine to itself (`make bench-vllm`).
 OF_NONE_MIN = 0.85
 
 
