@@ -32,6 +32,7 @@ from kvpool.core.frames import (
 from kvpool.core.hashing import chunk_sums
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.types import BlockCode, HoldId, MissCause, NamespaceUid, Tiers, miss_code
+from kvpool.worker.http import metrics_of
 from kvpool.worker.probe import probe
 from tests.support.raw_client import RawClient, write_meta
 from tests.support.waiting import wait_until
@@ -639,6 +640,44 @@ def test_no_put_is_refused_while_the_disk_takes_what_is_cold(small: WorkerNode) 
             assert put(client, spec, f"p{k}", 24) == STORED * 24
         for k in range(20):
             assert client.read(chain(spec, f"p{k}", 24))[1] == b"".join(blocks_of(spec, f"p{k}", 24))
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "ring", "reservation"])
+def test_what_is_kept_for_a_waiting_put_goes_with_its_client(
+    make_worker: Callable[..., WorkerNode], tmp_path: Path, way: str
+) -> None:
+    worker = make_worker(dram=16 * 16384, ssd=f"{tmp_path / 'ssd'}:1MiB", low_watermark=0.98, high_watermark=0.99)
+    node, spec, other = worker.node, worker.fixed_namespace(), worker.fixed_namespace(name="other")
+    assert node.mover is not None
+    with worker.tcp() as client:
+        for start in range(0, 64, 8):  # as much as fits, but for a few slots on SSD
+            parts = chain(spec, "a", 8, start=start), blocks_of(spec, "a", 8, start=start)
+            assert client.write(*parts, chunk_bytes=spec.chunk_bytes) == STORED * 8
+        before = worker.plane.counters()["parked"]
+        with node.mover._applying, worker.tcp() if way == "tcp" else worker.unix() as dying:  # (nothing is written down)
+            longer, blocks = chain(spec, "a", 88), blocks_of(spec, "a", 88)
+            if way == "ring":
+                for fd in dying.call(Op.RING, NumberRequest(4 << 20).encode()).fds:
+                    os.close(fd)
+            if way in ("tcp", "unix"):  # its body is still to come
+                meta = write_meta(longer, blocks, chunk_bytes=spec.chunk_bytes)
+                dying.send(Op.WRITE, meta, payload_bytes=88 * 16384, deadline_ms=60_000)
+            else:
+                meta = WriteRequest(longer, np.full(88, 16384, dtype=np.uint64)).encode()
+                op, flags = (Op.WRITE, Flag.RING) if way == "ring" else (Op.RESERVE, Flag.NONE)
+                dying.send(op, meta, flags=flags, deadline_ms=60_000)
+            wait_until(lambda: worker.plane.counters()["parked"] == before + 1, what="it waits for room")
+            dying.close()
+            wait_until(lambda: worker.plane.n_connections == 1, what="the worker sees that it is gone")
+        for start in range(0, 48, 8):
+            parts = chain(other, "x", 8, start=start), blocks_of(other, "x", 8, start=start)
+            assert client.write(*parts, chunk_bytes=other.chunk_bytes) == STORED * 8
+        assert client.read(chain(other, "x", 48))[1] == b"".join(blocks_of(other, "x", 48))
+    metrics = {metric.name: metric.values for metric in metrics_of(node, worker.plane, None)}
+    assert metrics["kvpool_blocks_now"]["reserved",] == 0
+    wait_until(lambda: worker.plane.rings.used_bytes == node.staging.used_bytes == 0)
+    with node.lock:
+        node.table.check()
 
 
 def test_a_flipped_bit_on_disk_is_a_miss_with_its_cause(small: WorkerNode, tmp_path: Path) -> None:
