@@ -1,4 +1,4 @@
-"""The eviction policies that a worker can have, by name: all but the textbook's, which the simulator has for comparison."""
+"""The eviction policies that a worker can have, by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Final
 
 from kvpool.core.policy.eviction import EvictionPolicy, Lru
 from kvpool.core.policy.hazard import Hazard
+from kvpool.core.policy.queued import QUEUED
+from kvpool.core.policy.queued_tier import Queued
 from kvpool.errors import InvalidArgument
 
-POLICIES: Final = ("hazard", "lru")
+POLICIES: Final = ("hazard", "lru", *sorted(QUEUED))
 
 
 def policy_of(name: str, *, learned: Hazard | None = None) -> Callable[[], EvictionPolicy]:
@@ -20,4 +22,6 @@ def policy_of(name: str, *, learned: Hazard | None = None) -> Callable[[], Evict
         return Lru
     if name == "hazard":
         return (learned or Hazard()).tier
+    if name in QUEUED:
+        return Queued(QUEUED[name]).tier
     raise InvalidArgument(f"policy: {name!r} is not one of {', '.join(POLICIES)}")
