@@ -86,7 +86,7 @@ def test_history_against_plain_lists() -> None:
             no = history.add(0.0, 10, first_key(0, 0, 0, 0), 10)
             prints = [serial + i for i in range(chance.randint(1, 6))]
             serial += 10
-            history.become_ghosts(no, prints, [1 + p % 9 for p in prints])
+            history.become_ghosts(no, prints[::-1], [1 + p % 9 for p in prints[::-1]])
             runs[no] = prints
         elif dice < 0.9 and runs:
             no = chance.choice(list(runs))
@@ -105,11 +105,12 @@ def test_history_against_plain_lists() -> None:
 
 
 def test_runs_grow_older_through_every_bin() -> None:
-    history = History()
+    history, reached = History(), [0.0] * N_BINS
     no = history.add(0.0, 4, 0, 4)
-    assert list(history.aged(EDGES_S[1] - 0.01)) == []
-    assert list(history.aged(EDGES_S[3])) == [(no, 1), (no, 2), (no, 3)]
-    assert list(history.aged(1e9))[-1] == (no, N_BINS - 1) and list(history.aged(1e12)) == []
+    assert history.age(EDGES_S[1] - 0.01, reached, {no}) == [] and history.soonest_s <= EDGES_S[1]
+    assert history.age(EDGES_S[3], reached, {no}) == [no] * 3 and history.key[no] == 3 and history.soonest_s <= EDGES_S[4]
+    assert history.age(1e9, reached, ()) == [] and history.key[no] == N_BINS - 1
+    assert history.age(1e12, reached, {no}) == [] and reached == [0.0] + [1.0] * (N_BINS - 1)
 
 
 # --- one tier -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
@@ -44,6 +45,7 @@ from kvpool.core.policy.runs import (
     Request,
     Run,
     common,
+    fingerprint,
     fingerprints,
     link,
     once,
@@ -61,6 +63,7 @@ HISTORY_MIN: Final = 8192  # some hundred KB: with few ghosts of long chains not
 SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
+_UP: Final = attrgetter("up")
 _CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 
 
@@ -96,16 +99,14 @@ class Hazard:
         if now_s <= self.now_s:
             return
         self.now_s = now_s
-        history, reached, runs = self.history, self.table.reached, self._runs
-        left, length = history.left, history.length
-        moved: dict[int, int] = {}
-        for no, key in history.aged(now_s):
-            reached[key] += left[no] / length[no]
-            if no in runs:
-                moved.pop(no, None)  # (after a long time it is named for every age between: queued once, in the last one's order)
-                moved[no] = key
-        for no, key in moved.items():
-            runs[no].requeue(key)
+        history, runs = self.history, self._runs
+        if now_s < history.soonest_s:
+            return
+        keys, moved = history.key, history.age(now_s, self.table.reached, runs)
+        if len(moved) > len(runs):  # (after a long time one is named for every age between: queued once, in the last one's order)
+            moved = [*dict.fromkeys(reversed(moved))][::-1]
+        for no in moved:
+            runs[no].requeue(keys[no])
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -171,6 +172,9 @@ class Hazard:
         request = self._request(tick)
         goes_on = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
+        if [*map(_UP, blocks[1:])] == blocks[:-1]:
+            self._stored_chain(blocks, request, tail=goes_on)
+            return
         start = 0
         for i in range(1, len(blocks) + 1):
             if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
@@ -178,17 +182,17 @@ class Hazard:
                 start = i
 
     def _stored_chain(self, blocks: list[Block], request: Request, *, tail: bool) -> None:
-        uses = self._arrive(blocks, fingerprints(blocks), request)
+        uses = self._arrive(blocks, request)
         self._build(cast("list[Block | None]", blocks), uses, request, tail=tail)
 
-    def _arrive(self, blocks: Sequence[Block], prints: list[int], request: Request) -> bytearray:
+    def _arrive(self, blocks: Sequence[Block], request: Request) -> bytearray:
         """New blocks of one chain are of this request now; ghosts among them are none any more. -> uses of each, this one too."""
         history = self.history
         known = 0
         uses = bytearray()
-        while known < len(blocks) and (no := history.find(prints[known])):
+        while known < len(blocks) and (no := history.find(fingerprint(blocks[known]))):
             request.gap = self._gap(no, -1)
-            taken = history.take(no, prints[known:])
+            taken = history.take(no, map(fingerprint, blocks[known:]))
             self._count_use(no, len(taken))
             uses += taken
             known += len(taken)
@@ -204,12 +208,11 @@ class Hazard:
         """What new blocks of the request of this tick, a stretch of one chain, would be worth if they were stored now: (how many,
         index of each) in chain order. Changes nothing."""
         history, index = self.history, self.table.index
-        prints = fingerprints(blocks)
         request = self._requests.get(tick)
         new, gap, end = (0, 0, 0) if request is None else (request.new, request.gap, request.end)
         uses = b""
-        while len(uses) < len(blocks) and (no := history.find(prints[len(uses)])):
-            more = history.look(no, prints[len(uses) :])
+        while len(uses) < len(blocks) and (no := history.find(fingerprint(blocks[len(uses)]))):
+            more = history.look(no, map(fingerprint, blocks[len(uses) :]))
             uses += more
             behind = history.end[no] - (blocks[len(uses) - 1].rank + 1)
             gap = gap_bucket(self.now_s - history.time_s[no]) if behind <= SLACK_BLOCKS else 0
@@ -240,7 +243,7 @@ class Hazard:
                 earlier.refused = None
             request.refused = set(prints)
             self._n_refused = len(prints)
-        uses = self._arrive(blocks, prints, request)
+        uses = self._arrive(blocks, request)
         is_tail = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
         buckets, reached, history = bytes(uses.translate(USE_BUCKETS)), self.table.reached, self.history
@@ -251,7 +254,7 @@ class Hazard:
             key = first_key(buckets[end - 1], int(is_tail), new, request.gap)
             no = history.add(self.now_s, end - start, key, request.end)
             reached[key] += 1.0
-            history.become_ghosts(no, prints[start:end][::-1], uses[start:end][::-1])
+            history.become_ghosts(no, prints[start:end], uses[start:end])
             end, is_tail = start, False
         self._forget()
 
@@ -307,12 +310,13 @@ class Hazard:
             self._put_together(first.up.run, request)
         end = len(blocks)
         base = first.rank
-        self._reaches(base + end, request)
+        if base + end > request.end:
+            self._reaches(base + end, request)
         variable = first.space.spec.variable
         buckets = bytes(uses.translate(USE_BUCKETS))
         new, gap = new_bucket(request.new), request.gap
-        reached, history = self.table.reached, self.history
-        is_tail = tail
+        reached, history, now_s = self.table.reached, self.history, self.now_s
+        is_tail, one_tier = tail, len(self.tiers) == 1
         while end:
             bucket = buckets[end - 1]
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
@@ -322,15 +326,21 @@ class Hazard:
                     first_alike -= 1
                 start = first_alike
             key = first_key(bucket, int(is_tail), new, gap)
-            no = history.add(self.now_s, end - start, key, request.end)
+            no = history.add(now_s, end - start, key, request.end)
             reached[key] += 1.0
             members = blocks[start:end]
-            run = Run(no, request.tick, self.now_s, base + start, members, uses[start:end])
+            run = Run(no, request.tick, now_s, base + start, members, uses[start:end])
             self._runs[no] = run
-            if len(self.tiers) == 1:
+            request.runs[run] = None
+            if is_tail:
+                request.tail = run
+            if one_tier:
                 for block in members:
                     block.run = run  # type: ignore[union-attr]
                 run.n_dram = end - start
+                deepest = members[-1]
+                if not deepest.n_dram_kids and not deepest.where & PARKED_DRAM:  # type: ignore[union-attr]
+                    run.waits_dram = deepest.group.push(run, key)  # type: ignore[union-attr]
             else:
                 n_dram = n_ssd = 0
                 for block in members:
@@ -339,10 +349,7 @@ class Hazard:
                     n_dram += where & IN_DRAM
                     n_ssd += where & IN_SSD
                 run.n_dram, run.n_ssd = n_dram, n_ssd >> 1
-            request.runs[run] = None
-            if is_tail:
-                request.tail = run
-            self.consider(run)
+                self.consider(run)
             end = start
             is_tail = False
 
@@ -488,23 +495,27 @@ class Hazard:
         run = blocks[0].run
         assert run is not None
         n = len(blocks)
+        members, uses = run.members, run.uses
         up = blocks[-1].up
-        uses = run.uses[: -n - 1 : -1]
-        del run.members[-n:], run.uses[-n:]
-        self.history.become_ghosts(run.no, fingerprints(blocks), uses)
+        self.history.become_ghosts(run.no, fingerprints(reversed(blocks)), uses[-n:])
         unlink(blocks[-1])
         for block in blocks:  # (none of them but the last has siblings)
             block.run = block.up = block.kid = None
-            block.where = block.n_dram_kids = 0
+            block.where = 0
         if up is not None:
             up.n_dram_kids -= tier == DRAM
             if up.run is not None and up.run is not run:
                 self.consider(up.run)
-        self._trim(run)
-        self._forget()
+        if n == len(members):
+            self._empty(run)
+        else:
+            del members[-n:], uses[-n:]
+            self._trim(run)
+        if self.history.n_ghosts > HISTORY_MIN:
+            self._forget()
 
     def _ghosts_max(self) -> int:
-        return HISTORY_RATIO * max(self.n_cached_max, HISTORY_MIN // HISTORY_RATIO)
+        return max(HISTORY_RATIO * self.n_cached_max, HISTORY_MIN)
 
     def _forget(self) -> None:
         history, limit = self.history, self._ghosts_max()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, SSD, is_parent, link
-from kvpool.core.types import HASH_BYTES
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block
@@ -63,21 +61,22 @@ class HazardTier:
         for entry in entries:
             block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
             entry.group.n_entries += 1  # type: ignore[attr-defined]
-            if not block.where & IN_ANY:
+            where, run, up = block.where, block.run, block.up
+            if not where & IN_ANY:
                 brain.n_cached += 1
-                if block.up is None:
+                if up is None:
                     if above is not None and above.kid is None and is_parent(above, block):
-                        block.up = above
+                        block.up = up = above
                         above.kid = block
                     else:
                         link(block, above)
-            block.where |= bit
-            run, up = block.run, block.up
+                        up = block.up
+            block.where = where | bit
             if tier == DRAM and up is not None:
                 up.n_dram_kids += 1
             if run is None:
                 fresh.append(block)
-                if up is not None and up.run is not None:
+                if up is not above and up is not None and up.run is not None:
                     brain.consider(up.run)
             else:
                 if tier == DRAM:
@@ -101,7 +100,7 @@ class HazardTier:
 
     def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
         blocks = cast("Sequence[Block]", entries)
-        if not self._brain.table.is_sure or any(b.parent != a.key[:HASH_BYTES] for a, b in pairwise(blocks)):
+        if not self._brain.table.is_sure or blocks[-1].rank - blocks[0].rank != len(blocks) - 1:
             return ((len(blocks), NO_LIMIT),)
         late = 1 + TIE * self._brain.now_s
         return [(n, -worth * late) for n, worth in self._brain.worth_new(blocks, tick)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, MutableSequence, Sequence
 from typing import Final
 
 from kvpool.core.policy.classes import EDGES_S, N_BINS
@@ -68,7 +68,7 @@ class History:
         self.key = array("H", [0])  # class and age
         self._in_time = _Queue()  # all runs, by time
         self._oldest = [0] * (N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
-        self._soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
+        self.soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
         self._fading = _Queue()
         self._head = array("I", [0])  # its first ghost, 0: none
         self._next_in_slot = array("I", [0])
@@ -101,7 +101,7 @@ class History:
         self._in_time.push(no)
         oldest = self._oldest
         if not oldest[0]:
-            self._soonest_s = min(self._soonest_s, now_s + EDGES_S[1])
+            self.soonest_s = min(self.soonest_s, now_s + EDGES_S[1])
             for age in range(N_BINS - 1):
                 if oldest[age]:
                     break
@@ -141,55 +141,65 @@ class History:
         self.n_runs -= 1
         self._free.append(no)
 
-    def aged(self, now_s: float) -> Iterator[tuple[int, int]]:
-        """Moves runs to the age bin that they have reached. -> (number, new `key`) for each bin that one got to, in order."""
-        if now_s < self._soonest_s:
-            return zip((), (), strict=True)
+    def age(self, now_s: float, reached: MutableSequence[float], watched: Container[int]) -> list[int]:
+        """Moves runs to the age bin that they have reached, and counts in `reached`, by key, what there is of each, once a bin.
+        -> those of `watched` that moved, in order; one that moved on twice is named twice."""
         moved: list[int] = []
-        reached: list[int] = []
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
-        for age in range(N_BINS - 1):
-            no = oldest[age]
-            due = now_s - EDGES_S[age + 1]
-            while no:
-                time_s = times[no]
-                if time_s > due:
-                    soonest_s = min(soonest_s, time_s + EDGES_S[age + 1])
-                    break
-                key = keys[no] = keys[no] + 1
-                moved.append(no)
-                reached.append(key)
-                no = after[no]
-            oldest[age] = no
-        self._soonest_s = soonest_s * (1 - ROUNDING)
-        return zip(moved, reached, strict=True)
+        left, length = self.left, self.length
+        for age, no in enumerate(oldest):
+            if not no:
+                continue
+            edge_s = EDGES_S[age + 1]
+            due = now_s - edge_s
+            time_s = times[no]
+            if time_s <= due:
+                while time_s <= due:
+                    key = keys[no] = keys[no] + 1
+                    reached[key] += left[no] / length[no]
+                    if no in watched:
+                        moved.append(no)
+                    no = after[no]
+                    if not no:
+                        break
+                    time_s = times[no]
+                oldest[age] = no
+                if not no:
+                    continue
+            if time_s + edge_s < soonest_s:
+                soonest_s = time_s + edge_s
+        self.soonest_s = soonest_s * (1 - ROUNDING)
+        return moved
 
     # --- ghosts ---------------------------------------------------------------------------------------------------------
 
     def become_ghosts(self, no: int, prints: Sequence[int], uses: Sequence[int]) -> None:
-        """The run's deepest cached blocks left, the deepest first; they are above the run's other ghosts."""
+        """The run's deepest cached blocks left, in chain order; they are above the run's other ghosts."""
         head = self._head[no]
         if head:
             self._unlist(no, head)
         else:
             self._fading.push(no)
-        column, following, free = self._ghost_print, self._ghost_next, self._ghost_free
-        for print60, n_uses in zip(prints, uses, strict=True):
-            node = free
-            if node:
-                free = following[node]
-                column[node] = print60 << USE_BITS | n_uses
-                following[node] = head
-            else:
-                node = len(column)
-                column.append(print60 << USE_BITS | n_uses)
-                following.append(head)
-            head = node
-        self._ghost_free = free
-        self._head[no] = head
+        column, following = self._ghost_print, self._ghost_next
         self.n_ghosts += len(prints)
-        self._list(no, prints[-1])
+        short = self.n_ghosts + 1 - len(column)
+        if short > 0:
+            self._add_nodes(short)
+        first = last = node = self._ghost_free  # (free ones are linked already)
+        for print60, n_uses in zip(prints, uses, strict=True):
+            column[node] = print60 << USE_BITS | n_uses
+            last, node = node, following[node]
+        self._ghost_free, following[last], self._head[no] = node, head, first
+        self._list(no, prints[0])
+
+    def _add_nodes(self, n: int) -> None:
+        """So many more free ones."""
+        first = len(self._ghost_print)
+        self._ghost_print.extend([0] * n)
+        self._ghost_next.extend(range(first + 1, first + n))
+        self._ghost_next.append(self._ghost_free)
+        self._ghost_free = first
 
     def find(self, print60: int) -> int:
         """Number of the run whose first ghost this is, 0: none."""
@@ -202,7 +212,7 @@ class History:
             no = self._next_in_slot[no]
         return no
 
-    def look(self, no: int, prints: Sequence[int]) -> bytes:
+    def look(self, no: int, prints: Iterable[int]) -> bytes:
         """Use counts of the ghosts that `take` would take."""
         node = self._head[no]
         column, following = self._ghost_print, self._ghost_next
@@ -215,7 +225,7 @@ class History:
             node = following[node]
         return bytes(uses)
 
-    def take(self, no: int, prints: Sequence[int]) -> bytes:
+    def take(self, no: int, prints: Iterable[int]) -> bytes:
         """Ghosts of the run, from its first, that are equal to these, are ghosts no more. -> their use counts. `left` is
         lowered; a run with nothing left is the caller's to drop."""
         node = self._head[no]

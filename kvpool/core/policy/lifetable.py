@@ -15,20 +15,19 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvpool.core.policy.classes import EDGES_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS
+from kvpool.core.policy.classes import EDGES_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS, N_USES
 
 DECAY: Final = 0.95  # of all counts at a refresh
 SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a finer one's
 PRIOR: Final = 0.25  # chance of use in one doubling of age before anything is known: the order of LRU
 CHANCE_MAX: Final = 0.999
 EVIDENCE_MIN: Final = 1000.0  # runs, the later ones weighing more, that say enough to refuse a put by
-_GROUPINGS: Final = (N_TAILS * N_NEW * N_GAPS, N_NEW * N_GAPS, N_GAPS)  # classes that are one in a coarser class, coarse to fine
+_LEVELS: Final = (N_USES, N_TAILS, N_NEW, N_GAPS)  # a class by use count has so many finer ones by tail, and so on
 _WIDTHS_S: Final = np.diff(np.array(EDGES_S))
 _MAGIC: Final = b"KVLT\x01"
 _HEAD: Final = struct.Struct("<5sHHQ")  # magic, classes, bins, xxh3-64 of the rest
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.intp]]
 
 
 class LifeTable:
@@ -42,8 +41,6 @@ class LifeTable:
         self._new = [np.frombuffer(counted).reshape(N_CLASSES, N_BINS) for counted in (self.reached, self.used)]  # (the same)
         self.index: array[float] = array("d", gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES)
         self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
-        self._seen = np.zeros(0, np.intp)  # classes, and of each grouping of these what `_grouped` says
-        self._groups: list[tuple[Ints, Ints]] = []
         self.version = 0
         self.is_sure = False  # enough was seen to refuse new blocks by it
 
@@ -60,20 +57,19 @@ class LifeTable:
     def _estimate(self) -> None:
         """Chances of use: each class's own, shrunk to those of the coarser classes above it."""
         counts = self._counts
+        sums = [counts]
+        for n_finer in reversed(_LEVELS[1:]):
+            coarser = sums[-1].reshape(2, -1, n_finer, N_BINS).sum(2)
+            sums.append(coarser)
+        chance: Floats = np.full((1, N_BINS), PRIOR)
+        for (reached, used), n_finer in zip(reversed([*sums, sums[-1].sum(1, keepdims=True)]), (1, *_LEVELS), strict=True):
+            chance = SHRINKAGE * np.repeat(chance, n_finer, axis=0)
+            chance += used
+            chance /= reached + SHRINKAGE
         began = counts[0, :, 0]
         seen = np.flatnonzero(began)
-        n, d = counts.sum(1)
-        chance: Floats = (d + SHRINKAGE * PRIOR) / (n + SHRINKAGE)
-        of_seen = counts[:, seen]
         if len(seen):
-            if not np.array_equal(seen, self._seen):
-                self._seen, self._groups = seen, [_grouped(seen, grouping) for grouping in _GROUPINGS]
-            for first, group in self._groups:
-                n, d = np.add.reduceat(of_seen, first, axis=1)[:, group]
-                chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
-            n, d = of_seen
-            chance = (d + SHRINKAGE * chance) / (n + SHRINKAGE)
-            self._index[seen] = gittins(np.minimum(chance, CHANCE_MAX))
+            self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX))
         self.is_sure = float(began.sum()) >= EVIDENCE_MIN
         self.version += 1
 
@@ -95,13 +91,6 @@ class LifeTable:
             raise ValueError("counts that are no counts")
         self._counts = tables
         self._estimate()
-
-
-def _grouped(seen: Ints, grouping: int) -> tuple[Ints, Ints]:
-    """Where the coarser classes of these classes begin among them, and which one each is of."""
-    coarser = seen // grouping
-    is_first = np.diff(coarser, prepend=-1) > 0
-    return np.flatnonzero(is_first), np.cumsum(is_first) - 1
 
 
 def gittins(chance: Floats) -> Floats:

@@ -6,6 +6,7 @@ A family: a block knows its parent and its children that are in a tier of this w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvpool.core.policy.history import PRINT_MASK
@@ -20,6 +21,7 @@ IN_DRAM, IN_SSD, PARKED_DRAM, PARKED_SSD = 1, 2, 4, 8  # of Block.where
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
 IN: Final = (IN_DRAM, IN_SSD)
+_KEY: Final = attrgetter("key")
 _DRAM_AND_PARKED: Final = IN_DRAM | PARKED_DRAM
 PARKED: Final = (PARKED_DRAM, PARKED_SSD)
 
@@ -150,9 +152,14 @@ class Run:
         return at if self.is_at(block, at) else self.members.index(block)  # (not of one chain)
 
 
+def fingerprint(block: Block) -> int:
+    """60 bits of the key. Two keys with the same ones would share a use count, no more."""
+    return hash(block.key) & PRINT_MASK
+
+
 def fingerprints(blocks: Iterable[Block]) -> list[int]:
-    """60 bits of each key. Two keys with the same ones would share a use count, no more."""
-    return [hash(block.key) & PRINT_MASK for block in blocks]
+    """Of each."""
+    return [hashed & PRINT_MASK for hashed in map(hash, map(_KEY, blocks))]
 
 
 def _deepest(members: list[Block | None], n: int, bit: int) -> tuple[Block, int]:
