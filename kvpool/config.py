@@ -412,7 +412,8 @@ def _explain(cls: type[Settings], given: Mapping[str, _Given], error: Validation
         name = str(item["loc"][0])
         source = given[name].source if name in given else "default"
         shown = f"{_shown(name, item['input'])!r:.80}"
-        yield f"{name} (from {source}): {shown}: {_plain(message)}; allowed: {allowed(cls, name)}"
+        said = _plain(message) if message.startswith(shown) else f"{shown}: {_plain(message)}"
+        yield f"{name} (from {source}): {said}; allowed: {allowed(cls, name)}"
 
 
 _WORDS: Final = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}

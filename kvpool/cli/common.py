@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvpool import quantities
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import ConfigError, InvalidArgument, KVPoolError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -96,10 +97,20 @@ def _positive(parse: Callable[[object], int], text: str, option: str) -> int:
     try:
         value = parse(text)
     except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise ConfigError(f"{option}: {text!r}: {error}") from None
     if value < 1:
         raise ConfigError(f"{option}: {text!r} must be above 0")
     return value
+
+
+@contextmanager
+def usage(**options: str) -> Iterator[None]:
+    """What the library finds wrong in the argument of this name is wrong in this option of the command."""
+    try:
+        yield
+    except InvalidArgument as error:
+        name, colon, rest = str(error).partition(":")
+        raise ConfigError(f"{options.get(name, name)}{colon}{rest}") from None
 
 
 def format_bytes(n: float) -> str:

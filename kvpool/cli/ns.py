@@ -19,13 +19,17 @@ from kvpool.cli.common import (
     parse_time_ms,
     print_json,
     table,
+    usage,
 )
 from kvpool.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
+    from kvpool.core.layout import KVLayout
     from kvpool.v1 import master_pb2 as pb
 
 app = typer.Typer(cls=PoolGroup, no_args_is_help=True, rich_markup_mode=None, help="Namespaces: list, show, create, delete.")
+
+KEPT = ("replicas", "quota_bytes", "ttl_s", "write_policy", "read_policy", "read_timeout_ms")  # no part of what a namespace is
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The namespace.")]
 
@@ -75,7 +79,8 @@ def show(
         print_json(facts)
         return
     layout = facts.pop("layout")
-    table(("FIELD", "VALUE"), [*facts.items(), *((f"layout.{key}", value) for key, value in layout.items())], empty="")
+    rows = [*facts.items(), *((f"layout.{key}", value) for key, value in layout.items())]
+    table(("FIELD", "VALUE"), [(key, _cell(value)) for key, value in rows], empty="")
 
 
 @app.command("create")
@@ -119,29 +124,39 @@ def create(
         salt_bytes = bytes.fromhex(salt)
     except ValueError:
         raise ConfigError(f"--salt: {salt!r} is not hexadecimal") from None
-    if layout is not None:
-        meaning = KVLayout.from_json(layout.read_text(encoding="utf-8"))
-    else:
-        meaning = KVLayout.opaque(parse_size(block_bytes or "", option="--block-bytes"), block_tokens)
-    spec = NamespaceSpec.of(
-        name,
-        meaning,
-        hash=check_hash(hash),
-        salt=salt_bytes,
-        replicas=replicas,
-        quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
-        ttl_s=None if ttl is None else parse_time_ms(ttl, option="--ttl") / 1000,
-        write_policy=write_policy,
-        read_policy=read_policy,
-        read_timeout_ms=None if read_timeout is None else int(parse_time_ms(read_timeout, option="--read-timeout")),
-    )
+    with usage(
+        namespace="NAME", block_bytes="--block-bytes", block_tokens="--block-tokens", hash="--hash", replicas="--replicas",
+        quota_bytes="--quota", ttl_s="--ttl", write_policy="--write-policy", read_policy="--read-policy",
+        read_timeout_ms="--read-timeout",
+    ):  # fmt: skip
+        if layout is not None:
+            meaning = _layout_of(layout)
+        else:
+            meaning = KVLayout.opaque(parse_size(block_bytes or "", option="--block-bytes"), block_tokens)
+        spec = NamespaceSpec.of(
+            name,
+            meaning,
+            hash=check_hash(hash),
+            salt=salt_bytes,
+            replicas=replicas,
+            quota_bytes=None if quota is None else parse_size(quota, option="--quota"),
+            ttl_s=None if ttl is None else parse_time_ms(ttl, option="--ttl") / 1000,
+            write_policy=write_policy,
+            read_policy=read_policy,
+            read_timeout_ms=None if read_timeout is None else int(parse_time_ms(read_timeout, option="--read-timeout")),
+        )
     message = spec_to_proto(spec)
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         reply = asked.call("CreateNamespace", pb.CreateNamespaceRequest(namespace=message))
     if json:
         print_json({"created": reply.created, **facts_of(reply.namespace)})
+        return
+    asked_for, there = facts_of(message), facts_of(reply.namespace)
+    kept = [f"{key} {there[key] or 'none'}" for key in KEPT if there[key] != asked_for[key]]
+    if reply.created:
+        print(f"{name}: created")
     else:
-        print(f"{name}: {'created' if reply.created else 'exists already, with this layout'}")
+        print(f"{name}: exists already, with this layout" + (f"; it keeps its {', '.join(kept)}" if kept else ""))
 
 
 @app.command("delete")
@@ -166,6 +181,26 @@ def delete(
         print_json({"deleted": name, "n_removed": reply.n_removed, "pending_workers": pending})
         return
     print(f"{name}: deleted, {reply.n_removed} blocks" + (f"; still to be confirmed by {', '.join(pending)}" if pending else ""))
+
+
+def _layout_of(file: Path) -> KVLayout:
+    from kvpool.core.layout import KVLayout
+
+    try:
+        return KVLayout.from_json(file.read_text(encoding="utf-8"))
+    except InvalidArgument as error:
+        raise ConfigError(f"--layout: {file}: {str(error).removeprefix('layout: ')}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--layout: {file}: no UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"--layout: {file}: {error.strerror or error}") from None
+
+
+def _cell(value: object) -> str:
+    """A fact for people."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {n}" for key, n in value.items())
+    return "-" if value is None or value == "" else str(value)
 
 
 def confirm(question: str) -> None:

@@ -17,6 +17,7 @@ from kvpool.cli.common import (
     parse_time_ms,
     print_json,
     table,
+    usage,
 )
 from kvpool.cli.ns import confirm
 from kvpool.errors import ConfigError
@@ -49,7 +50,8 @@ def set_(
 
     if bool(hashes) == all_:
         raise ConfigError("say either hashes or --all")
-    wish, ttl_ms = level_of(level), check_ttl_s(parse_time_ms(ttl, option="--ttl") / 1000)
+    with usage(level="--level", ttl_s="--ttl"):
+        wish, ttl_ms = level_of(level), check_ttl_s(parse_time_ms(ttl, option="--ttl") / 1000)
     packed = [hash_of(text) for text in hashes or []]
     counts = dict.fromkeys(WORDS[:3], 0)
     pending: list[str] = []

@@ -99,6 +99,18 @@ def test_every_command_has_help(command: str) -> None:
         (["up", "--workers", "0"], "workers"),
         (["up", "--host", "0.0.0.0"], "host"),
         (["ns", "create", "a"], "--block-bytes"),
+        (["ns", "create", "a", "--block-bytes", "5TiB"], "--block-bytes: "),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--quota", "1KiB"], "--quota: "),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--quota", "-5"], "--quota: '-5'"),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--ttl", "soon"], "--ttl: 'soon'"),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--hash", "md5"], "--hash: "),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--replicas", "99"], "--replicas: "),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--write-policy", "never"], "--write-policy: "),
+        (["ns", "create", "a", "--block-bytes", "4KiB", "--read-policy", "timeout"], "--read-timeout: "),
+        (["ns", "create", "a", "--layout", "/nonexistent/layout.json"], "--layout: /nonexistent/layout.json: "),
+        (["ns", "create", "a", "--layout", __file__], f"--layout: {__file__}: "),
+        (["pin", "set", "a", "--all", "--level", "weak"], "--level: "),
+        (["pin", "set", "a", "--all", "--ttl", "5y"], "--ttl: '5y'"),
         (["rm", "a"], "--all"),
         (["rm", "a", "beef"], "beef"),
         (["config", "show", "mater"], "mater"),
@@ -163,6 +175,8 @@ def test_namespaces_blocks_and_status(pool: Cluster) -> None:
     made = ok_json("ns", "create", "cli-a", "--block-bytes", "4KiB", "--hash", "external", *at)
     assert made["created"] is True and made["block_bytes"] == 4096
     assert ok_json("ns", "create", "cli-a", "--block-bytes", "4KiB", "--hash", "external", *at)["created"] is False
+    again = run_cli("ns", "create", "cli-a", "--block-bytes", "4KiB", "--hash", "external", "--quota", "1MiB", *at)
+    assert again.stdout == "cli-a: exists already, with this layout; it keeps its quota_bytes none\n"
     clash = run_cli("ns", "create", "cli-a", "--block-bytes", "8KiB", "--hash", "external", *at)
     assert clash.returncode == 1 and "fingerprint" in clash.stderr + clash.stdout
     assert "cli-a" in [n["name"] for n in ok_json("ns", "list", *at)["namespaces"]]
