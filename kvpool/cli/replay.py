@@ -70,6 +70,9 @@ def replay(
     ssd_bytes = 0 if ssd is None else _share(parse_size(ssd, option="--ssd"), workers, n_bytes, option="--ssd")
     if engine == "sim" and workers != 1:
         raise ConfigError(f"--workers: --engine sim has one, not {workers}")
+    for option, given in (("--speed", speed), ("--data-dir", data_dir)):
+        if engine == "sim" and given is not None:
+            raise ConfigError(f"{option}: not with --engine sim, which has no processes and waits for nothing")
     if report is not None:
         from kvpool.cli.report import check_target
 

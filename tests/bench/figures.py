@@ -128,6 +128,8 @@ FIGURES: dict[str, Callable[[], dict[str, Any]]] = {"import": import_time, "grow
 
 
 def main(names: list[str]) -> None:
+    if unknown := [name for name in names if name not in FIGURES]:
+        sys.exit(f"{unknown[0]}: not one of {', '.join(FIGURES)}")
     print(json.dumps({"machine": machine()}), flush=True)
     for name in names or list(FIGURES):
         print(json.dumps({"figure": name} | FIGURES[name]()), flush=True)

@@ -47,6 +47,7 @@ GOALS: dict[str, list[tuple[int, int, float, float]]] = {
     "documents": [(600, 0, 0, 0), (1500, 0, 0, 0), (5000, 0, 0, 0), (20_000, 0, 0, 0)],
     "books": [(300, 0, 0, 0), (1000, 0, 0, 0), (3000, 0, 0, 0), (10_000, 0, 0, 0)],
 }  # fmt: skip
+MADE = ("documents", "books")
 
 
 def documents(
@@ -72,9 +73,12 @@ def requests_of(name: str) -> list[Request]:
         return documents()
     if name == "books":  # each longer than the smallest cache
         return documents(n_requests=1500, n_documents=100, n_blocks=(500, 2000), every_ms=3000.0)
+    writer = SHARED / "traces" / "to_mooncake.py"
+    if not writer.is_file():
+        sys.exit(f"{name}: {writer} is missing (KVPOOL_SHARED says where traces are); {', '.join(MADE)} need none")
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "trace.jsonl"
-        subprocess.run([sys.executable, str(SHARED / "traces" / "to_mooncake.py"), name, str(out)], check=True)
+        subprocess.run([sys.executable, str(writer), name, str(out)], check=True)
         return load_mooncake(out)
 
 
@@ -158,7 +162,9 @@ def row(name: str, requests: list[Request], dram: int, ssd: int, goal: float, dr
 def main() -> int:
     """The table."""
     gc.set_threshold(*GC_THRESHOLDS)  # as a worker does
-    wanted = [name for name in sys.argv[1:] if name in GOALS] or list(GOALS)
+    wanted = [name for name in sys.argv[1:] if name != "--textbook"] or list(GOALS)
+    if unknown := [name for name in wanted if name not in GOALS]:
+        sys.exit(f"{unknown[0]}: not one of {', '.join(GOALS)}, --textbook")
     rows = []
     for name in wanted:
         requests = requests_of(name)

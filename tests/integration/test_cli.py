@@ -93,6 +93,8 @@ def test_every_command_has_help(command: str) -> None:
         (["replay", "t", "--block-bytes", "1MiB", "--dram", "1MiB", "--workers", "2"], "--dram: "),
         (["replay", "t", "--speed", "-1"], "--speed: "),
         (["replay", "t", "--policy", "magic"], "--policy: "),
+        (["replay", "t", "--engine", "sim", "--speed", "2"], "--speed: "),
+        (["replay", "t", "--engine", "sim", "--data-dir", "d"], "--data-dir: "),
         (["worker", "--dram", "12 apples"], "dram"),
         (["worker", "--ssd", "nowhere"], "ssd"),
         (["master", "--port", "70000"], "port"),
