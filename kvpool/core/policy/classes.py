@@ -15,9 +15,12 @@ EDGES_S: Final = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS)))  # ages 
 
 N_USES, N_TAILS, N_NEW, N_GAPS = 5, 2, 6, 5
 N_CLASSES: Final = N_USES * N_TAILS * N_NEW * N_GAPS
+TAIL_STEP: Final = N_NEW * N_GAPS * N_BINS
+USE_STEP: Final = N_TAILS * TAIL_STEP
 USES_MAX: Final = 9  # counted up to here
 _USE_EDGES: Final = (2, 3, 5, 9)
 _NEW_EDGES: Final = (3, 6, 12, 24, 48)
+_NEW_BUCKETS: Final = bytes(bisect_right(_NEW_EDGES, n) for n in range(_NEW_EDGES[-1]))
 _GAP_EDGES_S: Final = (4.0, 16.0, 64.0, 256.0)
 
 # For bytes.translate over the use counts of a run's blocks.
@@ -27,7 +30,7 @@ ONE_MORE: Final = bytes(min(uses + 1, USES_MAX) for uses in range(256))
 
 def new_bucket(n_blocks: int) -> int:
     """Of the number of a request's blocks that were not known before it."""
-    return bisect_right(_NEW_EDGES, n_blocks)
+    return _NEW_BUCKETS[n_blocks] if n_blocks < _NEW_EDGES[-1] else N_NEW - 1
 
 
 def gap_bucket(gap_s: float) -> int:
@@ -36,5 +39,6 @@ def gap_bucket(gap_s: float) -> int:
 
 
 def first_key(uses: int, tail: int, new: int, gap: int) -> int:
-    """Number of (class, age bin 0); the same class a bin older is one more. All arguments are buckets."""
+    """Number of (class, age bin 0); the same class a bin older is one more. All arguments are buckets. (USE_STEP, TAIL_STEP: what
+    one more of these adds.)"""
     return (((uses * N_TAILS + tail) * N_NEW + new) * N_GAPS + gap) * N_BINS

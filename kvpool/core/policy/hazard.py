@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
     N_BINS,
-    N_GAPS,
-    N_NEW,
-    N_TAILS,
     ONE_MORE,
+    TAIL_STEP,
     USE_BUCKETS,
+    USE_STEP,
     first_key,
     gap_bucket,
     new_bucket,
@@ -64,7 +63,6 @@ SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of 
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
 _UP: Final = attrgetter("up")
-_CLASS_SIZE: Final = N_NEW * N_GAPS * N_BINS
 
 
 class Hazard:
@@ -81,7 +79,6 @@ class Hazard:
         self._runs: dict[int, Run] = {}  # with cached blocks, by number
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
-        self._n_refused = 0  # in their `refused`, about: also of requests that are forgotten
         self._adopting: list[Block] = []
         self.tiers: list[HazardTier] = []
 
@@ -106,7 +103,9 @@ class Hazard:
         if len(moved) > len(runs):  # (after a long time one is named for every age between: queued once, in the last one's order)
             moved = [*dict.fromkeys(reversed(moved))][::-1]
         for no in moved:
-            runs[no].requeue(keys[no])
+            run = runs[no]
+            if run.waits_dram is not None or run.waits_ssd is not None:
+                run.requeue(keys[no])
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -140,8 +139,10 @@ class Hazard:
                     link(block, blocks[i - 1])
                     if block.up is not None and block.up.run is not None:
                         self.consider(block.up.run)  # (it has a child now)
-                at = run.index(block)
-                k = common(run.members, at, blocks, i)
+                at, members = block.rank - run.base, run.members
+                if not 0 <= at < len(members) or members[at] is not block:
+                    at = run.index(block)
+                k = common(members, at, blocks, i)
                 if run.tick != tick:
                     last = part[-1] if part else None
                     if last is not None and last is blocks[i - 1] and self._may_follow(part, last, block, k):
@@ -216,14 +217,14 @@ class Hazard:
             uses += more
             behind = history.end[no] - (blocks[len(uses) - 1].rank + 1)
             gap = gap_bucket(self.now_s - history.time_s[no]) if behind <= SLACK_BLOCKS else 0
-        new = new_bucket(new + len(blocks) - len(uses))
+        base = first_key(0, 0, new_bucket(new + len(blocks) - len(uses)), gap)
         buckets = (uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - len(uses))).translate(USE_BUCKETS)
         tails = int(blocks[-1].rank >= end)
-        parts = [(tails, index[first_key(buckets[-1], 1, new, gap)])] if tails else []
+        parts = [(tails, index[base + buckets[-1] * USE_STEP + TAIL_STEP])] if tails else []
         at = len(blocks) - tails
         while at:
             start = len(buckets[:at].rstrip(buckets[at - 1 : at]))
-            parts.append((at - start, index[first_key(buckets[at - 1], 0, new, gap)]))
+            parts.append((at - start, index[base + buckets[at - 1] * USE_STEP]))
             at = start
         parts.reverse()
         return parts
@@ -231,31 +232,26 @@ class Hazard:
     def refused(self, blocks: list[Block], tick: int) -> None:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
         request = self._request(tick)
-        prints = fingerprints(blocks)
-        if request.refused is None:
-            request.refused = set()
-        elif prints[0] in request.refused:  # asked again
+        start, end = request.refused
+        if start <= blocks[0].rank < end:  # asked again
             return
-        request.refused.update(prints)
-        self._n_refused += len(prints)
-        if self._n_refused > self._ghosts_max():
-            for earlier in self._requests.values():
-                earlier.refused = None
-            request.refused = set(prints)
-            self._n_refused = len(prints)
+        request.refused = (blocks[0].rank, blocks[-1].rank + 1)
+        prints = fingerprints(blocks)
         uses = self._arrive(blocks, request)
         is_tail = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
         buckets, reached, history = bytes(uses.translate(USE_BUCKETS)), self.table.reached, self.history
-        new = new_bucket(request.new)
+        base = first_key(0, int(is_tail), new_bucket(request.new), request.gap)
         end = len(blocks)
         while end:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
-            key = first_key(buckets[end - 1], int(is_tail), new, request.gap)
+            key = base + buckets[end - 1] * USE_STEP
             no = history.add(self.now_s, end - start, key, request.end)
             reached[key] += 1.0
             history.become_ghosts(no, prints[start:end], uses[start:end])
-            end, is_tail = start, False
+            if is_tail:
+                base, is_tail = base - TAIL_STEP, False
+            end = start
         self._forget()
 
     def _gap(self, no: int, end: int) -> int:
@@ -282,9 +278,8 @@ class Hazard:
             if run.tick != request.tick or not run.members:
                 continue
             key = history.key[run.no]
-            uses = key // (N_TAILS * _CLASS_SIZE)
-            base, old = first_key(uses, 0, new, request.gap), key - key % N_BINS
-            if base != old:
+            base = first_key(key // USE_STEP, 0, new, request.gap)
+            if base != key - key % N_BINS:
                 self._change(run, base, key)
 
     def _change(self, run: Run, base: int, key: int) -> None:
@@ -314,18 +309,17 @@ class Hazard:
             self._reaches(base + end, request)
         variable = first.space.spec.variable
         buckets = bytes(uses.translate(USE_BUCKETS))
-        new, gap = new_bucket(request.new), request.gap
+        of_request = first_key(0, int(tail), new_bucket(request.new), request.gap)
         reached, history, now_s = self.table.reached, self.history, self.now_s
         is_tail, one_tier = tail, len(self.tiers) == 1
         while end:
-            bucket = buckets[end - 1]
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             if variable:
                 group, first_alike = blocks[end - 1].group, end - 1  # type: ignore[union-attr]
                 while first_alike > start and blocks[first_alike - 1].group is group:  # type: ignore[union-attr]
                     first_alike -= 1
                 start = first_alike
-            key = first_key(bucket, int(is_tail), new, gap)
+            key = of_request + buckets[end - 1] * USE_STEP
             no = history.add(now_s, end - start, key, request.end)
             reached[key] += 1.0
             members = blocks[start:end]
@@ -350,8 +344,9 @@ class Hazard:
                     n_ssd += where & IN_SSD
                 run.n_dram, run.n_ssd = n_dram, n_ssd >> 1
                 self.consider(run)
+            if is_tail:
+                of_request, is_tail = of_request - TAIL_STEP, False
             end = start
-            is_tail = False
 
     def _put_together(self, run: Run, request: Request) -> None:
         """A request that comes in parts has the runs that it would have as a whole: this one becomes part of the one above it
@@ -387,9 +382,9 @@ class Hazard:
     def _reaches(self, end: int, request: Request) -> None:
         """The request has blocks up to this rank."""
         if end > request.end:
-            request.end = end
+            request.end, ends = end, self.history.end
             for run in request.runs:
-                self.history.end[run.no] = end
+                ends[run.no] = end
 
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""
@@ -514,11 +509,8 @@ class Hazard:
         if self.history.n_ghosts > HISTORY_MIN:
             self._forget()
 
-    def _ghosts_max(self) -> int:
-        return max(HISTORY_RATIO * self.n_cached_max, HISTORY_MIN)
-
     def _forget(self) -> None:
-        history, limit = self.history, self._ghosts_max()
+        history, limit = self.history, max(HISTORY_RATIO * self.n_cached_max, HISTORY_MIN)
         while history.n_ghosts > limit:
             no = history.forget_oldest()
             if not history.left[no]:

@@ -88,7 +88,10 @@ class History:
         self.n_runs += 1
         if self._free:
             no = self._free.pop()
-            self.time_s[no], self.length[no], self.left[no], self.end[no], self.key[no] = now_s, length, length, end, key
+            self.time_s[no] = now_s
+            self.length[no] = self.left[no] = length
+            self.end[no] = end
+            self.key[no] = key
         else:
             no = len(self.time_s)
             self.time_s.append(now_s)

@@ -39,7 +39,7 @@ class Request:
         self.end = 0  # rank behind its last block
         self.runs: dict[Run, None] = {}  # those of its blocks that are cached
         self.tail: Run | None = None  # the one that is classed as its end
-        self.refused: set[int] | None = None  # keys' fingerprints of its blocks that were not stored: asked again they are no use
+        self.refused = (0, 0)  # ranks of its blocks that were not stored, from and to: asked again they are no use
 
 
 class Run:
@@ -61,11 +61,15 @@ class Run:
         """Its deepest in DRAM and those above it, one after the other: at most n, and none above a gap, one that is parked, or
         one that has other children in DRAM."""
         found = [deepest]
-        block = deepest.up
+        block, last = deepest.up, self.members[0]
+        if deepest is last:
+            return found
         for _ in range(n - 1):
             if block is None or block.run is not self or block.n_dram_kids > 1 or block.where & _DRAM_AND_PARKED != IN_DRAM:
                 break
             found.append(block)
+            if block is last:
+                break
             block = block.up
         return found
 
@@ -104,9 +108,10 @@ class Run:
 
     def deepest_in_dram(self) -> Block:
         members = self.members
-        i = self.end_dram - self.base
-        if i > len(members):
+        if self.end_dram == FAR:
             i = len(members)
+        else:
+            i = min(self.end_dram - self.base, len(members))
         block = members[i - 1]
         if block is None or not block.where & IN_DRAM:
             block, i = _deepest(members, i - 1, IN_DRAM)
