@@ -12,16 +12,18 @@ to, nor whether it may leave.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from operator import attrgetter
 from typing import Final
 
-from kvpool.core.policy.eviction import RANK_BITS, RANK_MAX, Entry, Group, GroupKey
+from kvpool.core.policy.eviction import NO_LIMIT, RANK_BITS, RANK_MAX, Entry, Group, GroupKey
 
 HEAP_SLACK: Final = 1024  # turns that are over, before the heap is made anew
 SHRINK_PART: Final = 1024  # each block that leaves takes the capacity so much nearer to the number that is there
+
+LOSE_NOTHING: Final = 0.0  # colder than every order here
 
 
 def turn_of(tick: int, rank: int) -> int:
@@ -105,12 +107,13 @@ class Line:
 class LinedGroup(Group, ABC):
     """Entries that can replace each other, in two lines. What is a policy's own: `admit`, `hit`, `left`, `first`."""
 
-    __slots__ = ("capacity", "lines", "places")
+    __slots__ = ("capacity", "fresh_tick", "lines", "n_fresh", "places")
 
     def __init__(self, key: GroupKey) -> None:
         super().__init__(key)
         self.places: dict[Entry, Place] = {}
         self.lines = Line(), Line()
+        self.fresh_tick = self.n_fresh = 0  # so many of the latest batch came into the first line
         self.capacity = 0.0  # the most that were here lately: how many there is room for
 
     @abstractmethod
@@ -129,18 +132,30 @@ class LinedGroup(Group, ABC):
     def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
         """The place that leaves next; the same when asked again. tick: the latest batch's."""
 
+    @abstractmethod
+    def limits(self, names: Sequence[int], turn: int) -> list[tuple[int, float]]:
+        """Of new ones of a chain, in its order: as of `EvictionPolicy.limits`. `turn`: of the last, or any of that tick."""
+
+    @abstractmethod
+    def refused(self, name: int, turn: int) -> None:
+        """It was not stored, but would have been used at this turn."""
+
     def order(self, place: Place) -> int:
         """Comparable between the tiers: the greater the sooner it leaves."""
         return -place.used
 
     def arrive(self, entry: Entry, name: int, turn: int, elsewhere: Place | None) -> None:
         """A new entry. elsewhere: where the block is in the other tier."""
+        tick = tick_of(turn)
+        if tick != self.fresh_tick:
+            self.fresh_tick, self.n_fresh = tick, 0
         place = self.places[entry] = Place(entry, turn)
         if elsewhere is not None:
             place.before, place.uses = elsewhere.before, elsewhere.uses
         if len(self.places) > self.capacity:
             self.capacity = len(self.places)
         self.admit(place, name)
+        self.n_fresh += place.line is self.lines[0]
 
     def use(self, entry: Entry, turn: int) -> None:
         """Nothing happens when it is not here, or was used later."""
@@ -180,6 +195,21 @@ class LinedGroup(Group, ABC):
             place.aside = False
             assert place.line is not None
             place.line.push(place)
+
+    def _self_limits(
+        self, names: Sequence[int], turn: int, line: Line, least: float, known: Sequence[Collection[int]]
+    ) -> list[tuple[int, float]]:
+        """Of a policy whose new ones push each other out of this line, down to so many: they take its place, and no more."""
+        own = self.n_fresh if self.fresh_tick == tick_of(turn) else 0
+        left = max(line.n, int(least), 1) - own
+        n = 0
+        for name in names:
+            if not any(name in gone for gone in known):
+                if left <= 0:
+                    break
+                left -= 1
+            n += 1
+        return [part for part in ((n, NO_LIMIT), (len(names) - n, LOSE_NOTHING)) if part[0]]
 
     def in_order(self) -> Iterator[Entry]:
         """All, about as they would leave; those aside last. Nothing may change meanwhile."""

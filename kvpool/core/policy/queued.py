@@ -7,7 +7,8 @@ passed over until it has none. Of each tier, namespace and size there is one of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Final
 
 from kvpool.core.policy.eviction import RANK_BITS, Entry, GroupKey
@@ -42,17 +43,26 @@ class S3Fifo(LinedGroup):
         del turn  # (it stays where it is)
         if place.uses < USES_MAX:
             place.uses += 1
+            if place.aside:
+                self.wake(place.entry)
+
+    def limits(self, names: Sequence[int], turn: int) -> list[tuple[int, float]]:
+        return self._self_limits(names, turn, self.lines[0], self.capacity / SMALL_PART, (self._ghosts,))
+
+    def refused(self, name: int, turn: int) -> None:
+        del turn
+        self._ghosts[name] = None
+        while len(self._ghosts) > self.capacity:
+            self._ghosts.popitem(last=False)
 
     def left(self, place: Place, name: int) -> None:
         if place.line is self.lines[0]:
-            self._ghosts[name] = None
-            while len(self._ghosts) > self.capacity:
-                self._ghosts.popitem(last=False)
+            self.refused(name, 0)
 
     def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
         small, main = self.lines
         while True:
-            place = small.head() if small.n * SMALL_PART >= self.capacity else None
+            place = small.head() if main.n <= self.capacity - self.capacity / SMALL_PART else None
             place = place or main.head() or small.head()
             if place is None:
                 return None
@@ -64,10 +74,12 @@ class S3Fifo(LinedGroup):
             elif line is main and place.uses:
                 place.uses -= 1
                 self.put(place, main, turn_of(tick, rank_of(place.turn)))
-            elif may_not_leave(place.entry):
-                line.pass_over(place)
-            else:
+            elif not may_not_leave(place.entry):
                 return place
+            elif line is small:
+                self.put(place, main, turn_of(tick, rank_of(place.turn)))
+            else:
+                line.pass_over(place)
 
 
 class Arc(LinedGroup):
@@ -98,10 +110,20 @@ class Arc(LinedGroup):
     def hit(self, place: Place, turn: int) -> None:
         self.put(place, self.lines[1], turn)
 
+    def limits(self, names: Sequence[int], turn: int) -> list[tuple[int, float]]:
+        return self._self_limits(names, turn, self.lines[0], self._target, (self._once_gone, self._again_gone))
+
+    def refused(self, name: int, turn: int) -> None:
+        del turn
+        self._went(name, self._once_gone)
+
     def left(self, place: Place, name: int) -> None:
+        self._went(name, self._once_gone if place.line is self.lines[0] else self._again_gone)
+
+    def _went(self, name: int, gone: OrderedDict[int, None]) -> None:
         once, _ = self.lines
         once_gone, again_gone = self._once_gone, self._again_gone
-        (once_gone if place.line is once else again_gone)[name] = None
+        gone[name] = None
         while once_gone and len(once_gone) + once.n > self.capacity:
             once_gone.popitem(last=False)
         while len(once_gone) + len(again_gone) + len(self.places) > 2 * self.capacity:
@@ -110,7 +132,7 @@ class Arc(LinedGroup):
     def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
         del tick
         once, again = self.lines
-        return _first_of((once, again) if once.n > self._target else (again, once), may_not_leave)
+        return _first_of((once, again) if again.n < self.capacity - self._target else (again, once), may_not_leave)
 
 
 class Lru2(LinedGroup):
@@ -136,8 +158,15 @@ class Lru2(LinedGroup):
         del turn  # (that is its last use, from here on)
         self.put(place, self.lines[1], place.used)
 
+    def limits(self, names: Sequence[int], turn: int) -> list[tuple[int, float]]:
+        orders = [self._order(self._past.get(name, 0), turn) for name in names]
+        return [(len(list(alike)), order) for order, alike in groupby(orders)]
+
     def left(self, place: Place, name: int) -> None:
-        self._past[name] = place.used
+        self.refused(name, place.used)
+
+    def refused(self, name: int, turn: int) -> None:
+        self._past[name] = turn
         while len(self._past) > PAST_RATIO * self.capacity:
             self._past.popitem(last=False)
 
@@ -146,7 +175,11 @@ class Lru2(LinedGroup):
         return _first_of(self.lines, may_not_leave)
 
     def order(self, place: Place) -> int:
-        return -((place.before >> RANK_BITS) << ORDER_BITS) - place.used
+        return self._order(place.before, place.used)
+
+    @staticmethod
+    def _order(before: int, used: int) -> int:
+        return -((before >> RANK_BITS) << ORDER_BITS) - used
 
 
 def _first_of(lines: tuple[Line, Line], may_not_leave: Callable[[Entry], object]) -> Place | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, cast
 
-from kvpool.core.policy.eviction import NO_LIMIT, Entry, EvictionPolicy, Group, GroupKey
+from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, GroupKey
 from kvpool.core.policy.lines import LinedGroup, Place, rank_of, tick_of, turn_of
 from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_DRAM, PARKED, PARKED_DRAM, PARKED_SSD, is_parent, link, unlink
 
@@ -107,11 +107,14 @@ class QueuedTier:
             above = block
 
     def limits(self, entries: Sequence[Entry], tick: int) -> Sequence[tuple[int, float]]:
-        del tick
-        return ((len(entries), NO_LIMIT),)
+        group = cast(LinedGroup, entries[0].group)
+        names = [hash(self._block(entry).key) for entry in entries]
+        return group.limits(names, turn_of(tick, 0))
 
     def refused(self, entries: Sequence[Entry], tick: int) -> None:
-        pass
+        for entry in reversed(entries):
+            block = self._block(entry)
+            cast(LinedGroup, entry.group).refused(hash(block.key), turn_of(tick, block.rank))
 
     def touch(self, entries: Sequence[Entry | None], tick: int, rank: int) -> None:
         self._brain.batch(tick)
