@@ -6,11 +6,14 @@ All of vLLM's own options pass through; only what makes it a node of the pool is
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from kvpool.quantities import as_addresses
 
 
 def command(name: str, words: Sequence[str], *, port: int) -> list[str]:
@@ -22,7 +25,9 @@ def command(name: str, words: Sequence[str], *, port: int) -> list[str]:
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="as vLLM takes it; the same on every node of the pool")
-    parser.add_argument("--pool", default=os.environ.get("KVPOOL_MASTER", "127.0.0.1:7400"), help="the pool's master, host:port")
+    parser.add_argument(
+        "--pool", type=_pool, default=os.environ.get("KVPOOL_MASTER", "127.0.0.1:7400"), help="the pool's master, host:port"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the port has no password unless --api-key")
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument(
@@ -57,7 +62,16 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
+def _pool(text: str) -> str:
+    try:
+        return as_addresses(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(name: str, *, port: int) -> NoReturn:
     """Becomes the server."""
     words = command(name, sys.argv[1:], port=port)
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(f"{name}: error: {sys.executable} has no vLLM; `make setup-engines` makes an environment that has")
     os.execv(words[0], words)

@@ -51,11 +51,11 @@ def status(
 
 
 def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
-    """The answer of Describe as `kvpool status --json` prints it."""
+    """The answer of Describe as `kvpool status --json` prints it; always in the same order."""
     from kvpool.client.client import keeping_of
 
     workers = []
-    for worker in reply.workers:
+    for worker in sorted(reply.workers, key=lambda worker: worker.info.worker_id):
         info = worker.info
         tiers = {
             tier.tier: {
@@ -90,7 +90,7 @@ def status_json(reply: pb.DescribeReply) -> dict[str, Any]:
             "bytes": entry.bytes,
             **keeping_of(entry),
         }
-        for entry in reply.namespaces
+        for entry in sorted(reply.namespaces, key=lambda entry: entry.namespace.name)
     ]
     return {
         "epoch": reply.epoch,

@@ -217,9 +217,13 @@ def test_namespaces_blocks_and_status(pool: Cluster) -> None:
     assert "cli-a" not in [n["name"] for n in ok_json("ns", "list", *at)["namespaces"]]
 
 
-def test_an_unknown_namespace_names_the_nearest(pool: Cluster) -> None:
+def test_namespaces_are_in_order_and_an_unknown_one_names_the_nearest(pool: Cluster) -> None:
     at = ("--master", pool.master_address)
     ok_json("ns", "create", "cli-near", "--block-bytes", "4KiB", *at)
+    ok_json("ns", "create", "cli-last", "--block-bytes", "4KiB", *at)
+    ok_json("ns", "create", "cli-early", "--block-bytes", "4KiB", *at)
+    names = [entry["name"] for entry in ok_json("status", *at)["namespaces"]]
+    assert names == sorted(names)
     for command in (["ls"], ["ns", "show"], ["rm", "--all", "--yes"], ["ns", "delete", "--yes"]):
         done = run_cli(*command, "cli-neat", *at)
         assert done.returncode == 1 and "cli-neat" in done.stderr and "cli-near" in done.stderr, done.stderr

@@ -55,6 +55,7 @@ def test_its_settings_are_ones_that_the_connector_takes(node: ModuleType, monkey
         ([], "--model"),
         (["--model", "m", "--kv-transfer-config", "{}"], "--kv-role"),
         (["--model", "m", "--kv_transfer_config={}"], "--kv-role"),
+        (["--model", "m", "--pool", "nowhere"], "--pool: 'nowhere' is no address"),
         (["--model", "m", "--connector", "{"], "not JSON"),
         (["--model", "m", "--connector", "[]"], "not a JSON object"),
         (["--model", "m", "--kv-role", "boss"], "kv_both"),
@@ -64,3 +65,10 @@ def test_what_is_wrong_is_told(node: ModuleType, words: list[str], told: str, ca
     with pytest.raises(SystemExit) as ended:
         node.command("prefill_node", words, port=8100)
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_python_without_vllm_is_named(node: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["decode_node", "--model", "m"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=r"decode_node: error: .* has no vLLM"):
+        node.run("decode_node", port=1)
