@@ -89,7 +89,8 @@ class BlockTable(Holding):
         if spec.quota_bytes:  # until the master tells this worker's part, all of it is the bound
             mine = WorkerId("")
             sizes = {mine: (self.dram.capacity_bytes, 0 if self.ssd is None else self.ssd.capacity_bytes)}
-            space.share = shares(spec.quota_bytes, unit=1 if spec.variable else spec.block_bytes, capacities=sizes)[mine]
+            unit, largest = 1 if spec.variable else spec.block_bytes, spec.block_bytes
+            space.share = shares(spec.quota_bytes, unit=unit, largest=largest, capacities=sizes)[mine]
 
     def close_namespace(self, uid: NamespaceUid) -> int:
         """Deleted: its blocks are gone at once. -> how many. `CloseArena` comes when the last pin or hold on them goes; a uid

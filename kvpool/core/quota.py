@@ -2,7 +2,8 @@
 
 A namespace's quota bounds the bytes of slots that it takes in all tiers of all workers together: every copy counts, in DRAM and
 on SSD. Each (worker, tier) gets a part in proportion to its size, in whole blocks where blocks have one size, so that no part is
-smaller than a block unless it is nothing. What a worker may hold is thus known to itself; nobody is asked at a put.
+smaller than a block unless it is nothing; where sizes differ the largest counts for a worker and for its DRAM. What a worker may
+hold is thus known to itself; nobody is asked at a put.
 """
 
 from __future__ import annotations
@@ -21,25 +22,30 @@ class Share:
     ssd: int
 
 
-def shares(quota_bytes: int, *, unit: int, capacities: Mapping[WorkerId, tuple[int, int]]) -> dict[WorkerId, Share]:
+def shares(
+    quota_bytes: int, *, unit: int, capacities: Mapping[WorkerId, tuple[int, int]], largest: int = 0
+) -> dict[WorkerId, Share]:
     """The parts of a quota. `capacities`: bytes of (DRAM, SSD) of each live worker. `unit`: bytes of a block (1: of any size).
+    `largest`: of the largest block, where sizes differ.
 
-    Largest remainders get what is left over, in order of the ids. A worker that gets anything gets a block in DRAM first: puts
-    go there."""
+    Workers get whole largest blocks; largest remainders get what is left over, in order of the ids, and the one with most what
+    is less than a block. A worker that gets anything gets a largest block in DRAM first: puts go there."""
     sizes = {worker: sum(capacities[worker]) for worker in sorted(capacities)}
     total = sum(sizes.values())
-    units = quota_bytes // unit
     if not total:
         return {worker: Share(0, 0) for worker in sizes}
-    whole = {worker: units * size // total for worker, size in sizes.items()}
-    left = units - sum(whole.values())
-    for worker in sorted(sizes, key=lambda w: (-(units * sizes[w] % total), w))[:left]:
+    step = max(unit, largest)
+    steps = quota_bytes // step
+    whole = {worker: steps * size // total for worker, size in sizes.items()}
+    left = steps - sum(whole.values())
+    for worker in sorted(sizes, key=lambda w: (-(steps * sizes[w] % total), w))[:left]:
         whole[worker] += 1
+    most = max(sizes, key=lambda w: whole[w])
+    rest = (quota_bytes - steps * step) // unit * unit
     found = {}
     for worker, n in whole.items():
         dram, ssd = capacities[worker]
-        n_dram = min(n, max(1, n * dram // (dram + ssd))) if dram + ssd else 0
-        found[worker] = Share(n_dram * unit, (n - n_dram) * unit if ssd else 0)
-        if not ssd:
-            found[worker] = Share(n * unit, 0)
+        part = n * step + (rest if worker == most else 0)
+        n_dram = min(part, max(step, part * dram // (dram + ssd) // unit * unit)) if ssd else part
+        found[worker] = Share(n_dram, part - n_dram)
     return found

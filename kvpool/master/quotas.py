@@ -32,8 +32,9 @@ class Quotas:
             self._seen = seen
             self._shares = {worker: {} for worker in capacities}
             for uid, spec in limited.items():
-                unit = 1 if spec.variable else spec.block_bytes
-                for worker, share in shares(spec.quota_bytes, unit=unit, capacities=capacities).items():
+                unit, largest = 1 if spec.variable else spec.block_bytes, spec.block_bytes
+                parts = shares(spec.quota_bytes, unit=unit, largest=largest, capacities=capacities)
+                for worker, share in parts.items():
                     self._shares[worker][uid] = share
         return self._shares
 

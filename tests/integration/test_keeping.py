@@ -317,6 +317,14 @@ def test_a_quota_holds_on_both_tiers(two_tiers: Cluster) -> None:
     assert sum(used().values()) <= quota
 
 
+def test_a_quota_of_one_block_stores_one_where_most_of_the_pool_is_ssd(two_tiers: Cluster) -> None:
+    ns = two_tiers.connect().namespace("small", LAYOUT, create=True, quota_bytes=BLOCK)
+    for chain in (1, 2):
+        hashes, result = put(ns, chain, 1)
+        assert result.outcomes == [Outcome.STORED]
+        assert get(ns, hashes).n_blocks == 1
+
+
 # --- wrong arguments --------------------------------------------------------------------------------------------------------
 
 

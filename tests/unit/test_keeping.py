@@ -107,8 +107,8 @@ def test_a_book_of_pins_forgets_them_in_time_and_is_bounded_in_what_it_remembers
 
 
 def test_shares_of_a_quota_are_whole_blocks_and_never_more_than_it() -> None:
-    def of(quota: int, *sizes: tuple[int, int], unit: int = 10) -> list[Share]:
-        made = shares(quota, unit=unit, capacities={WorkerId(f"w{i}"): size for i, size in enumerate(sizes)})
+    def of(quota: int, *sizes: tuple[int, int], unit: int = 10, largest: int = 0) -> list[Share]:
+        made = shares(quota, unit=unit, largest=largest, capacities={WorkerId(f"w{i}"): size for i, size in enumerate(sizes)})
         assert sum(share.dram + share.ssd for share in made.values()) <= quota
         return [made[WorkerId(f"w{i}")] for i in range(len(sizes))]
 
@@ -119,6 +119,10 @@ def test_shares_of_a_quota_are_whole_blocks_and_never_more_than_it() -> None:
     assert of(10, (1_000, 99_000)) == [Share(10, 0)]  # puts go to DRAM
     assert of(10, (1_000, 0), (1_000, 0)) == [Share(10, 0), Share(0, 0)]
     assert of(7, (1_000, 1_000), unit=1) == [Share(3, 4)]
+    assert of(40, (1_000, 9_000), unit=1, largest=10) == [Share(10, 30)]  # the largest block finds room in DRAM
+    assert of(25, (1_000, 9_000), (1_000, 9_000), unit=1, largest=10) == [Share(10, 5), Share(10, 0)]
+    assert of(19, (1_000, 9_000), (1_000, 9_000), unit=1, largest=10) == [Share(10, 9), Share(0, 0)]
+    assert of(2_000, (1_000, 0), (1_000, 9_000), unit=1, largest=10) == [Share(180, 0), Share(182, 1_638)]
     assert of(100, (0, 0)) == [Share(0, 0)] and of(100) == []
 
 
