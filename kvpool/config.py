@@ -181,7 +181,9 @@ class WorkerSettings(_Served):
     staging_bytes: Size = Field(256 * MIB, ge=MIB, le=64 * GIB, description="buffers for SSD reads and writes")
     high_watermark: Number = Field(0.9, gt=0, le=1, description="fill of the DRAM tier that starts making room")
     low_watermark: Number = Field(0.75, ge=0, lt=1, description="fill down to which blocks are kept ready to go")
-    policy: Literal["hazard", "lru"] = Field("hazard", description="what leaves next: hazard (learned from use), or lru")
+    policy: Literal["hazard", "lru", "arc", "lru2", "s3fifo"] = Field(
+        "hazard", description="what leaves next: hazard (learned from use), lru, arc, lru2 or s3fifo"
+    )
     policy_clock: Text = Field("", description="file with the time that the policy goes by, of a replay; empty: the time")
     ssd_admission: Literal["index", "second_use"] = Field("index", description="what SSD takes: index (by worth), second_use")
     ssd_write_bytes_per_s: Size = Field(0, ge=0, le=64 * GIB, description="written to SSD at most; 0: no limit")
@@ -227,7 +229,9 @@ class UpSettings(_Served):
     workers: Whole = Field(1, ge=1, le=64, description="workers on this machine")
     dram: Size = Field(GIB, ge=4096, le=1024 * TIB, description="bytes of memory of each worker")
     ssd: Ssd = Field("", description="DIR:SIZE of each worker's SSD tier; empty: none")
-    policy: Literal["", "hazard", "lru"] = Field("", description="policy of the workers; empty: as they are set")
+    policy: Literal["", "hazard", "lru", "arc", "lru2", "s3fifo"] = Field(
+        "", description="policy of the workers; empty: as they are set"
+    )
     port: Whole = Field(7400, ge=0, le=65535, description="gRPC port of the master; 0: any free one")
     http_port: Whole = Field(7401, ge=0, le=65535, description="HTTP port of the master; 0: any free one")
     data_dir: Directory = Field(default_factory=lambda: default_data_dir(Role.UP), description="directory of all state")

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from kvpool.cli.pool import Pool
     from kvpool.sim.traces import Served
 
-POLICIES = ("hazard", "lru")  # of workers
-SIM_POLICIES = (*POLICIES, "arc", "lru2", "s3fifo")
+POLICIES = ("hazard", "lru", "arc", "lru2", "s3fifo")
 ENGINES = ("real", "sim")
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
 
@@ -38,9 +37,7 @@ def replay(
     clients: Annotated[int, typer.Option("--clients", min=1, max=256, help="Requests under way at once.")] = 2,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
-    policy: Annotated[
-        str, typer.Option("--policy", metavar="P", help="hazard (learned), lru; with --engine sim also arc, lru2, s3fifo.")
-    ] = "hazard",
+    policy: Annotated[str, typer.Option("--policy", metavar="P", help="hazard (learned), lru, arc, lru2 or s3fifo.")] = "hazard",
     engine: Annotated[str, typer.Option("--engine", metavar="E", help="real: processes; sim: the core alone.")] = "real",
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Also write an HTML page of it.")] = None,
     data_dir: DataDir = None,
@@ -62,8 +59,8 @@ def replay(
         raise ConfigError(f"--speed: {speed} must be at least 0.001 and below 1e9")
     if engine not in ENGINES:
         raise ConfigError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
-    if policy not in (known := POLICIES if engine == "real" else SIM_POLICIES):
-        raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(known)}")
+    if policy not in POLICIES:
+        raise ConfigError(f"--policy: {policy!r} is not one of {', '.join(POLICIES)}")
     n_bytes = parse_size(block_bytes, option="--block-bytes")
     layout_of(n_bytes)
     dram_bytes = _share(parse_size(dram, option="--dram"), workers, n_bytes, option="--dram")

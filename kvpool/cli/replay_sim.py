@@ -1,4 +1,4 @@
-"""`kvpool replay --engine sim`: a trace through the core of one worker, or through a policy of the textbook."""
+"""`kvpool replay --engine sim`: a trace through the core of one worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.common import print_json
-from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvpool.sim.traces import Request, Served
@@ -18,20 +17,14 @@ def replay_sim(
 ) -> tuple[dict[str, Any], list[Served]]:
     """Replays and prints: the facts that the real engine prints, as far as there are such without bytes and time, and what of the
     offline optimum at the same number of blocks was reached. -> these facts, and a row of each request."""
-    from kvpool.core.policy.make import POLICIES
-    from kvpool.core.policy.textbook import optimum_hits
-    from kvpool.sim.replay import CoreReplay, textbook_replay
+    from kvpool.sim.optimum import optimum_hits
+    from kvpool.sim.replay import CoreReplay
 
     start_s = time.monotonic()
-    if policy in POLICIES:
-        replaying = CoreReplay(policy=policy, block_bytes=block_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes)
-        for request in requests:
-            replaying.serve(request)
-        outcome = replaying.outcome
-    elif ssd_bytes:
-        raise ConfigError(f"--ssd: the policy {policy} has one tier")
-    else:
-        outcome = textbook_replay(requests, policy=policy, capacity=dram_bytes // block_bytes)
+    replaying = CoreReplay(policy=policy, block_bytes=block_bytes, dram_bytes=dram_bytes, ssd_bytes=ssd_bytes)
+    for request in requests:
+        replaying.serve(request)
+    outcome = replaying.outcome
     seconds = time.monotonic() - start_s
     best = optimum_hits((request.ids for request in requests), (dram_bytes + ssd_bytes) // block_bytes)
     facts: dict[str, Any] = {
@@ -49,6 +42,5 @@ def replay_sim(
     print(f"requests       {facts['requests']} with {facts['blocks']} blocks in {seconds:.1f} s")
     print(f"hit rate       {facts['hit_rate']:.4f} ({outcome.hits} blocks; by tier: {tiers})")
     print(f"of the optimum {facts['of_optimum']:.4f} at the same number of blocks")
-    if policy in POLICIES:  # (the textbook's do not count what they store)
-        print(f"stored         {outcome.stored} blocks; {outcome.ssd_written} written to SSD")
+    print(f"stored         {outcome.stored} blocks; {outcome.ssd_written} written to SSD")
     return facts, outcome.rows

@@ -24,7 +24,9 @@ DrainTimeout = Annotated[str | None, typer.Option("--drain-timeout", metavar="TI
 DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Directory of what outlives the process.")]
 MasterAddress = Annotated[str | None, typer.Option("--master", metavar="HOST:PORT", help="The master [KVPOOL_MASTER].")]
 Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="Its state's home [LMDB in the data directory].")]
-EvictionPolicy = Annotated[str | None, typer.Option("--policy", metavar="P", help="What leaves next: hazard (learned), or lru.")]
+EvictionPolicy = Annotated[
+    str | None, typer.Option("--policy", metavar="P", help="What leaves next: hazard (learned), lru, arc, lru2 or s3fifo.")
+]
 ParentPid = Annotated[int | None, typer.Option("--parent-pid", hidden=True, help="End when this process, the parent, does.")]
 
 

@@ -1,13 +1,13 @@
 """A trace through the worker's own core in one process: its table, its policy and its mover's decisions, without bytes.
 
 Owns the steps of a request (get, promotions, put, writing down), made as a client and a worker make them. Every decision is
-`core.blocks`'. The textbook policies that no worker has are in `core.policy.textbook`. The real pool's replay is `cli.drive`.
+`core.blocks`'. The real pool's replay is `cli.drive`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvpool.core.block import Block, Limits
@@ -17,7 +17,6 @@ from kvpool.core.layout import KVLayout
 from kvpool.core.namespaces import NamespaceSpec
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.make import policy_of
-from kvpool.core.policy.textbook import TEXTBOOK, access
 from kvpool.core.slots import SlabAllocator
 from kvpool.core.types import PAGE_BYTES, NamespaceUid
 from kvpool.sim.traces import Request, Served
@@ -136,16 +135,3 @@ class CoreReplay:
         if key is None:
             key = self._keys[block_id] = hashlib.sha256(block_id.to_bytes(8, "little")).digest() + b"\0\0"
         return key
-
-
-def textbook_replay(requests: Sequence[Request], *, policy: str, capacity: int) -> Outcome:
-    """All requests through a textbook policy with one tier of so many blocks."""
-    outcome = Outcome()
-    cache = TEXTBOOK[policy](capacity)
-    for request in requests:
-        outcome.n_requests += 1
-        outcome.n_blocks += len(request.ids)
-        hits = access(cache, request.ids)
-        outcome.hits_dram += hits
-        outcome.rows.append(Served(request.timestamp_ms, len(request.ids), dram=hits))
-    return outcome

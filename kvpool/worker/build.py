@@ -58,7 +58,7 @@ def build_node(settings: WorkerSettings) -> Node:
         undo.callback(dram.close)
         reporter = Reporter()
         clear_unfinished(settings.data_dir)
-        learned = Learned(settings.data_dir, clock=settings.policy_clock) if settings.policy != "lru" else None
+        learned = Learned(settings.data_dir, clock=settings.policy_clock) if settings.policy == "hazard" else None
         table = BlockTable(
             dram=slots,
             ssd=None if place is None else _ssd_slots(place.size_bytes),

@@ -2,7 +2,8 @@
 
 Prints one row a trace and capacity and, at the end, one JSON object with every figure and the machine's facts; exit status 1 when
 a goal is missed. The handed-out traces are needed (KVPOOL_SHARED, default ../shared beside the checkout); `documents` and
-`books` are made here. NAME: only these traces; --textbook: the textbook's policies too.
+`books` are made here. NAME: only these traces; --textbook: also the other policies of a worker
+and, with one tier, what their papers' have that know nothing of chains.
 
 Goals: a part of the optimum where there is one, a part of the hits from DRAM where there are two tiers, and everywhere at most
 .02 of the optimum below LRU. `us a block`: CPU time in the policy alone for each block touched, without what timing a call takes.
@@ -24,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.core.policy.eviction import EvictionPolicy
-from kvpool.core.policy.textbook import TEXTBOOK, access, optimum_hits
+from kvpool.core.policy.queued import QUEUED
+from kvpool.sim.optimum import optimum_hits
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request, load_mooncake
 from kvpool.worker.server import GC_THRESHOLDS
+from tests.support.textbook import TEXTBOOK, access
 
 SHARED = Path(os.environ.get("KVPOOL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 BLOCK_BYTES = 4096
@@ -136,7 +139,8 @@ def row(name: str, requests: list[Request], dram: int, ssd: int, goal: float, dr
     chains = [request.ids for request in requests]
     best = optimum_hits(chains, dram + ssd)
     found: dict[str, Any] = {"trace": name, "dram_blocks": dram, "ssd_blocks": ssd, "goal": goal, "dram_goal": dram_goal}
-    for policy in ("lru", "hazard"):
+    others = QUEUED if "--textbook" in sys.argv else ()
+    for policy in ("lru", "hazard", *others):
         replaying, us = replayed(requests, policy=policy, dram=dram, ssd=ssd)
         outcome = replaying.outcome
         found[policy] = {
@@ -152,7 +156,7 @@ def row(name: str, requests: list[Request], dram: int, ssd: int, goal: float, dr
         ours["of_optimum"] >= goal and ours["of_optimum"] >= lru["of_optimum"] - BELOW_LRU_MAX
         and (not ssd or ours["dram_share"] >= dram_goal) and found["history_bytes_per_id"] <= 48
     )  # fmt: skip
-    if "--textbook" in sys.argv and not ssd:
+    if others and not ssd:
         for policy, make in TEXTBOOK.items():
             cache = make(dram)
             found[f"textbook_{policy}"] = round(sum(access(cache, ids) for ids in chains) / best, 4)
@@ -180,6 +184,14 @@ def main() -> int:
                 f"  history {found['history_bytes_per_id']} bytes an id  {'ok' if found['reached'] else 'SHORT'}",
                 flush=True,
             )
+            for policy in QUEUED:
+                if policy in found:
+                    ours, paper = found[policy], found.get(f"textbook_{policy}", "-")
+                    print(
+                        f"{'':<29}{policy} {ours['of_optimum']:.4f}  the paper's {paper}  dram share {ours['dram_share']:.3f}"
+                        f"  us a block {ours['us_per_block']}",
+                        flush=True,
+                    )
     print(json.dumps({"machine": {"python": platform.python_version(), "cpus": os.cpu_count()}, "rows": rows}))
     return 0 if all(found["reached"] for found in rows) else 1
 

@@ -20,13 +20,14 @@ from kvpool.core.policy.hazard import HISTORY_MIN, Hazard
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
 from kvpool.core.policy.make import policy_of
-from kvpool.core.policy.textbook import TEXTBOOK, access, optimum_hits
 from kvpool.core.retention import pack_hint
 from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
+from kvpool.sim.optimum import optimum_hits
 from kvpool.sim.replay import CoreReplay
 from kvpool.sim.traces import Request
 from tests.support.tables import BOTH, DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of
+from tests.support.textbook import TEXTBOOK, access
 
 BLOCK = 4096
 FULL, RESERVED = BlockCode.FULL, BlockCode.RESERVED

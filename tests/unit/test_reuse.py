@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvpool.core.policy.textbook import LruCache, access
 from kvpool.sim.reuse import Reuse, mix, reuse_distances
 from kvpool.sim.traces import multi_turn
+from tests.support.textbook import LruCache, access
 
 
 def chains_of(seed: int, *, n_conversations: int = 12, n_turns: int = 8) -> list[tuple[int, ...]]:

@@ -1,15 +1,15 @@
-"""The textbook's policies, and the offline optimum, over whole requests: what the workers' policies are compared with.
+"""The textbook's policies as their papers have them, over whole requests: what the workers' are compared with.
 
-Owns caches of ids of one size, served one request after another. Does not own what a worker does (`eviction`, `hazard`), which
-has tiers, holds and puts under way. Here a request's hits are the blocks of its longest prefix that is cached; afterwards each of
-its blocks is used or stored, the deepest first, so that a chain is lost from its end.
+Caches of ids of one size that know nothing of chains, served one request after another. A request's hits are the blocks of its
+longest prefix that is cached; afterwards each of its blocks is used or stored, the deepest first, so that a chain is lost from
+its end.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 
@@ -206,31 +206,3 @@ class ArcCache:
 TEXTBOOK: Final[dict[str, Callable[[int], Policy]]] = {
     "lru": LruCache, "lru2": Lru2Cache, "s3fifo": S3FifoCache, "arc": ArcCache,
 }  # fmt: skip
-
-
-def optimum_hits(requests: Iterable[Sequence[int]], capacity: int) -> int:
-    """Hits of the offline optimum (Belady 1966; Mattson and others 1970), which may also not store: what is used furthest in the
-    future goes first, of equals the deepest. On chains no policy has more."""
-    chains = list(requests)
-    never = len(chains)
-    upcoming: dict[int, int] = {}
-    following: list[list[int]] = []
-    for number in range(never - 1, -1, -1):
-        following.append([upcoming.get(block, never) for block in chains[number]])
-        upcoming.update(dict.fromkeys(chains[number], number))
-    hits = 0
-    cached: dict[int, int] = {}  # block -> number of the request that uses it next
-    furthest: list[tuple[int, int, int]] = []
-    for chain, nexts in zip(chains, reversed(following), strict=True):
-        hits += next((n for n, block in enumerate(chain) if block not in cached), len(chain))
-        for depth, (block, at) in enumerate(zip(chain, nexts, strict=True)):
-            if at == never:
-                cached.pop(block, None)
-            else:
-                cached[block] = at
-                heapq.heappush(furthest, (-at, -depth, block))
-        while len(cached) > capacity:
-            at, _, block = heapq.heappop(furthest)
-            if cached.get(block) == -at:
-                del cached[block]
-    return hits
