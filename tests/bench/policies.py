@@ -1,8 +1,8 @@
 """Hit rates of the policies as parts of the offline optimum: `python -m tests.bench.policies [NAME ...]`.
 
 Prints one row a trace and capacity and, at the end, one JSON object with every figure and the machine's facts; exit status 1 when
-a goal is missed. The handed-out traces are needed (KVPOOL_SHARED, default ../shared beside the checkout); `documents` and
-`books` are made here. NAME: only these traces; --textbook: also the other policies of a worker
+a goal is missed. The handed-out traces are needed (KVPOOL_SHARED, default ../shared beside the checkout); `documents`,
+`books` and `sessions` are made here. NAME: only these traces; --textbook: also the other policies of a worker
 and, with one tier, what their papers' have that know nothing of chains.
 
 Goals: a part of the optimum where there is one, a part of the hits from DRAM where there are two tiers, and everywhere at most
@@ -48,9 +48,10 @@ GOALS: dict[str, list[tuple[int, int, float, float]]] = {
         (1000, 0, 0, 0), (7000, 0, 0, 0),
     ],
     "documents": [(600, 0, 0, 0), (1500, 0, 0, 0), (5000, 0, 0, 0), (20_000, 0, 0, 0)],
+    "sessions": [(300, 0, 0, 0), (1000, 0, 0, 0), (3000, 0, 0, 0), (10_000, 0, 0, 0)],
     "books": [(300, 0, 0, 0), (1000, 0, 0, 0), (3000, 0, 0, 0), (10_000, 0, 0, 0)],
 }  # fmt: skip
-MADE = ("documents", "books")
+MADE = ("documents", "books", "sessions")
 
 
 def documents(
@@ -70,10 +71,27 @@ def documents(
     return found
 
 
+def sessions(*, n_sessions: int = 600, n_blocks: tuple[int, int] = (300, 1500), every_ms: float = 5000.0) -> list[Request]:
+    """One to eight turns on a long document, then the next session's."""
+    chance = random.Random(3)
+    found, serial, at_ms = [], 1 << 40, 0.0
+    for which in range(n_sessions):
+        of_document = chance.randint(*n_blocks)
+        for _ in range(chance.randint(1, 8)):
+            at_ms += chance.expovariate(1 / every_ms)
+            own = chance.randint(1, 4)
+            ids = (*range(which * 10_000, which * 10_000 + of_document), *range(serial, serial + own))
+            serial += own
+            found.append(Request(at_ms, len(ids), 1, ids))
+    return found
+
+
 def requests_of(name: str) -> list[Request]:
     """A trace, written in Mooncake's format first."""
     if name == "documents":
         return documents()
+    if name == "sessions":
+        return sessions()
     if name == "books":  # each longer than the smallest cache
         return documents(n_requests=1500, n_documents=100, n_blocks=(500, 2000), every_ms=3000.0)
     writer = SHARED / "traces" / "to_mooncake.py"

@@ -42,15 +42,15 @@ def learned(n_dram: int, n_ssd: int | None = None, **limits: object) -> tuple[Ri
 
 
 def test_a_constant_chance_of_use_is_worth_less_the_older() -> None:
-    index = gittins(np.full((1, N_BINS), 0.2))[0]
-    assert (np.diff(index[1:]) < 0).all(), "the bins grow: the order of LRU"
+    index = gittins(np.full((1, N_BINS), 0.2), 0.25)[0]
+    assert index[0] > index[1] and (np.diff(index[2:]) < 0).all(), "the bins grow: the order of LRU"
 
 
 def test_a_class_that_comes_back_late_is_worth_waiting_for() -> None:
     chance = np.full((2, N_BINS), 0.01)
-    chance[0, 6] = 0.9  # used again after 16 to 32 s
-    late, never = gittins(chance)
-    assert late[5] > 10 * never[5] and late[8] == pytest.approx(never[8])
+    chance[0, 7] = 0.9  # used again after 16 to 32 s
+    late, never = gittins(chance, 0.25)
+    assert late[6] > 10 * never[6] and late[9] == pytest.approx(never[9])
 
 
 def test_buckets() -> None:
@@ -108,10 +108,19 @@ def test_history_against_plain_lists() -> None:
 def test_runs_grow_older_through_every_bin() -> None:
     history, reached = History(), [0.0] * N_BINS
     no = history.add(0.0, 4, 0, 4)
-    assert history.age(EDGES_S[1] - 0.01, reached, {no}) == [] and history.soonest_s <= EDGES_S[1]
-    assert history.age(EDGES_S[3], reached, {no}) == [no] * 3 and history.key[no] == 3 and history.soonest_s <= EDGES_S[4]
+    assert history.age(100.0, reached, {no}) == [] and history.key[no] == 0, "no other request came"
+    history.next_request()
+    other = history.add(EDGES_S[1] - 0.01, 4, 0, 4)
+    assert history.age(EDGES_S[1] - 0.01, reached, {no}) == [no] and history.soonest_s <= EDGES_S[1]
+    assert history.age(EDGES_S[3], reached, {no}) == [no] * 3 and history.key[no] == 4 and history.soonest_s <= EDGES_S[4]
     assert history.age(1e9, reached, ()) == [] and history.key[no] == N_BINS - 1
     assert history.age(1e12, reached, {no}) == [] and reached == [0.0] + [1.0] * (N_BINS - 1)
+    assert history.key[other] == 0
+    history.drop(other)
+    last = history.add(1e12, 4, 0, 4)
+    assert history.age(2e12, reached, {last}) == [] and history.key[last] == 0, "also when its others are gone"
+    history.next_request()
+    assert history.age(1e12 + 0.1, reached, {last}) == [last]
 
 
 # --- one tier -----------------------------------------------------------------------------------------------------------
@@ -292,6 +301,26 @@ def test_it_learns_who_comes_back_and_lru_does_not() -> None:
         hits[policy] = replaying.outcome.hits
     best = optimum_hits((r.ids for r in requests), 70)
     assert hits["hazard"] > 0.7 * best > 2 * hits["lru"]
+
+
+def test_sessions_one_after_the_other_longer_than_the_cache_are_served_as_by_recency() -> None:
+    """Turns of one session on a document that fits in no cache, then the next session's: nothing is kept of the one before."""
+    chance, requests, at_ms = random.Random(3), [], 0.0
+    for which in range(400):
+        n_blocks = chance.randint(60, 300)
+        for turn in range(chance.randint(1, 3)):
+            at_ms += chance.expovariate(1 / 5000)
+            own = 1_000_000 + 100 * len(requests)
+            ids = (*range(1000 * which, 1000 * which + n_blocks), *range(own, own + 1 + turn % 4))
+            requests.append(Request(at_ms, len(ids), 1, ids))
+    hits = {}
+    for policy in ("hazard", "lru"):
+        replaying = CoreReplay(policy=policy, block_bytes=BLOCK, dram_bytes=60 * BLOCK)
+        for request in requests:
+            replaying.serve(request)
+        replaying.table.check()
+        hits[policy] = replaying.outcome.hits
+    assert hits["hazard"] >= 0.99 * hits["lru"]
 
 
 def worthless(new: int) -> tuple[Rig, Hazard]:

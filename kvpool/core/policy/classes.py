@@ -1,7 +1,8 @@
 """Classes and ages of the learned policy: small numbers that say what kind of run of blocks this is, and how old.
 
 Owns the bucket edges. What is learned about a class is in `lifetable`. Edges are in blocks and seconds; none depends on capacity
-or workload.
+or workload. The first age is no time: where turns of one session follow each other and then another session begins, it is the
+other one's coming that says that the first is over.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Final
 
-N_BINS: Final = 20
+N_BINS: Final = 21
 FIRST_EDGE_S: Final = 0.5
-EDGES_S: Final = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS)))  # ages double; the last bin is open
+# Upper edges of the age bins: the first ends when the next request comes, whenever that is; then ages double; the last is open.
+EDGES_S: Final = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS - 1)))
 
 N_USES, N_TAILS, N_NEW, N_GAPS = 5, 2, 6, 5
 N_CLASSES: Final = N_USES * N_TAILS * N_NEW * N_GAPS

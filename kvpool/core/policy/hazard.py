@@ -79,6 +79,8 @@ class Hazard:
         self._runs: dict[int, Run] = {}  # with cached blocks, by number
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
+        self._began_s = self._began_before_s = 0.0  # when the latest request began, and the one before it
+        self._has_begun = False  # it has just: runs of earlier ones are not told so yet
         self._adopting: list[Block] = []
         self.tiers: list[HazardTier] = []
 
@@ -93,13 +95,14 @@ class Hazard:
     def at(self, now_ms: float) -> None:
         """It is this time now (never earlier than before): runs grow older."""
         now_s = (now_ms if self._clock is None else self._clock()) / 1000
-        if now_s <= self.now_s:
-            return
-        self.now_s = now_s
+        if now_s > self.now_s:
+            self.now_s = now_s
+            if now_s >= self.history.soonest_s:
+                self._age()
+
+    def _age(self) -> None:
         history, runs = self.history, self._runs
-        if now_s < history.soonest_s:
-            return
-        keys, moved = history.key, history.age(now_s, self.table.reached, runs)
+        keys, moved = history.key, history.age(self.now_s, self.table.reached, runs)
         if len(moved) > len(runs):  # (after a long time one is named for every age between: queued once, in the last one's order)
             moved = [*dict.fromkeys(reversed(moved))][::-1]
         for no in moved:
@@ -116,6 +119,10 @@ class Hazard:
             if len(self._requests) > REQUESTS_MAX:
                 self._requests.popitem(last=False)
             self._n_requests += 1
+            self._has_begun = True
+            self.history.next_request()
+            self.table.next_request(self.now_s - self._began_s)
+            self._began_before_s, self._began_s = self._began_s, self.now_s
             if self._n_requests % REFRESH_REQUESTS == 0:
                 self.table.refresh()
         return request
@@ -155,10 +162,17 @@ class Hazard:
                     self._count_use(run.no, k)
                     self._take_from(run, at, k)
                 i += k
+        if self._has_begun:
+            self._pass_by()
         if gap is not None:
             request.gap = gap
             self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
+
+    def _pass_by(self) -> None:
+        """The latest request used what it found: another request passed by all the rest."""
+        self._has_begun = False
+        self._age()
 
     @staticmethod
     def _may_follow(part: Sequence[Block | None], last: Block, block: Block, k: int) -> bool:
@@ -171,6 +185,8 @@ class Hazard:
     def stored(self, blocks: list[Block], tick: int) -> None:
         """New blocks of one batch in chain order, of the request of this tick."""
         request = self._request(tick)
+        if self._has_begun:
+            self._pass_by()
         goes_on = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
         if [*map(_UP, blocks[1:])] == blocks[:-1]:
@@ -207,10 +223,12 @@ class Hazard:
 
     def worth_new(self, blocks: Sequence[Block], tick: int) -> list[tuple[int, float]]:
         """What new blocks of the request of this tick, a stretch of one chain, would be worth if they were stored now: (how many,
-        index of each) in chain order. Changes nothing."""
+        index of each) in chain order."""
+        request = self._request(tick)
+        if self._has_begun:
+            self._pass_by()
         history, index = self.history, self.table.index
-        request = self._requests.get(tick)
-        new, gap, end = (0, 0, 0) if request is None else (request.new, request.gap, request.end)
+        new, gap, end = request.new, request.gap, request.end
         uses = b""
         while len(uses) < len(blocks) and (no := history.find(fingerprint(blocks[len(uses)]))):
             more = history.look(no, map(fingerprint, blocks[len(uses) :]))
@@ -232,6 +250,8 @@ class Hazard:
     def refused(self, blocks: list[Block], tick: int) -> None:
         """New blocks of a chain were not stored: ghosts at once, so that it is learned whether that was right."""
         request = self._request(tick)
+        if self._has_begun:
+            self._pass_by()
         start, end = request.refused
         if start <= blocks[0].rank < end:  # asked again
             return
@@ -262,9 +282,14 @@ class Hazard:
         return gap_bucket(self.now_s - history.time_s[no])
 
     def _count_use(self, no: int, n_blocks: int) -> None:
-        history, used = self.history, self.table.used
-        key = history.key[no]
-        used[key] += n_blocks / history.length[no]
+        history, table = self.history, self.table
+        key, part = history.key[no], n_blocks / history.length[no]
+        age = key % N_BINS
+        if age and history.time_s[no] >= self._began_before_s:  # of the request before this one, which came to it late
+            for passed in range(key - age + 1, key + 1):
+                table.reached[passed] -= part
+            key -= age
+        table.used[key] += part
 
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""

@@ -68,6 +68,7 @@ class History:
         self.key = array("H", [0])  # class and age
         self._in_time = _Queue()  # all runs, by time
         self._oldest = [0] * (N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
+        self._latest = 0  # the first in time of those of the latest request, 0: it has none yet
         self.soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
         self._fading = _Queue()
         self._head = array("I", [0])  # its first ghost, 0: none
@@ -104,12 +105,17 @@ class History:
         self._in_time.push(no)
         oldest = self._oldest
         if not oldest[0]:
-            self.soonest_s = min(self.soonest_s, now_s + EDGES_S[1])
             for age in range(N_BINS - 1):
                 if oldest[age]:
                     break
                 oldest[age] = no
+        if not self._latest:
+            self._latest = no
         return no
+
+    def next_request(self) -> None:
+        """Runs that are added from now on are another request's."""
+        self._latest = 0
 
     def add_uncounted(self, now_s: float, key: int) -> int:
         """A run of one block and those that `grow` adds; nothing is counted of its life: each event is next to no part of it."""
@@ -140,6 +146,8 @@ class History:
             if oldest[age] != no:
                 break
             oldest[age] = self._in_time.after[no]
+        if self._latest == no:
+            self._latest = self._in_time.after[no]
         self._in_time.remove(no)
         self.n_runs -= 1
         self._free.append(no)
@@ -151,26 +159,24 @@ class History:
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
         left, length = self.left, self.length
+        end = self._latest
         for age, no in enumerate(oldest):
-            if not no:
+            if no == end:
                 continue
-            edge_s = EDGES_S[age + 1]
+            edge_s = EDGES_S[age]
             due = now_s - edge_s
             time_s = times[no]
-            if time_s <= due:
-                while time_s <= due:
-                    key = keys[no] = keys[no] + 1
-                    reached[key] += left[no] / length[no]
-                    if no in watched:
-                        moved.append(no)
-                    no = after[no]
-                    if not no:
-                        break
-                    time_s = times[no]
-                oldest[age] = no
-                if not no:
-                    continue
-            if time_s + edge_s < soonest_s:
+            while time_s <= due:
+                key = keys[no] = keys[no] + 1
+                reached[key] += left[no] / length[no]
+                if no in watched:
+                    moved.append(no)
+                no = after[no]
+                if no == end:
+                    break
+                time_s = times[no]
+            oldest[age] = no
+            if no != end and time_s + edge_s < soonest_s:
                 soonest_s = time_s + edge_s
         self.soonest_s = soonest_s * (1 - ROUNDING)
         return moved

@@ -15,16 +15,17 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvpool.core.policy.classes import EDGES_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS, N_USES
+from kvpool.core.policy.classes import EDGES_S, FIRST_EDGE_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS, N_USES
 
 DECAY: Final = 0.95  # of all counts at a refresh
 SHRINKAGE: Final = 20.0  # runs that a coarser class's estimate weighs in a finer one's
 PRIOR: Final = 0.25  # chance of use in one doubling of age before anything is known: the order of LRU
 CHANCE_MAX: Final = 0.999
-EVIDENCE_MIN: Final = 1000.0  # runs, the later ones weighing more, that say enough to refuse a put by
+EVIDENCE_MIN: Final = 300.0  # runs, the later ones weighing more, that say enough to refuse a put by
 _LEVELS: Final = (N_USES, N_TAILS, N_NEW, N_GAPS)  # a class by use count has so many finer ones by tail, and so on
-_WIDTHS_S: Final = np.diff(np.array(EDGES_S))
-_MAGIC: Final = b"KVLT\x01"
+PAUSE: Final = 4  # times the mean time between requests
+REQUESTS_KEPT: Final = 64  # whose mean distance in time counts
+_MAGIC: Final = b"KVLT\x02"
 _HEAD: Final = struct.Struct("<5sHHQ")  # magic, classes, bins, xxh3-64 of the rest
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -39,10 +40,16 @@ class LifeTable:
         self.reached: array[float] = array("d", bytes(8 * N_CLASSES * N_BINS))  # by key, since the last refresh
         self.used: array[float] = array("d", self.reached)
         self._new = [np.frombuffer(counted).reshape(N_CLASSES, N_BINS) for counted in (self.reached, self.used)]  # (the same)
-        self.index: array[float] = array("d", gittins(np.full((1, N_BINS), PRIOR))[0].tolist() * N_CLASSES)
+        self.index: array[float] = array("d", gittins(np.full((1, N_BINS), PRIOR), FIRST_EDGE_S / 2)[0].tolist() * N_CLASSES)
         self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
         self.version = 0
+        self._request_s = FIRST_EDGE_S  # mean time between two requests
         self.is_sure = False  # enough was seen to refuse new blocks by it
+
+    def next_request(self, gap_s: float) -> None:
+        """So long after the one before it. (A long pause counts as a short one: it says nothing of the time between others.)"""
+        mean_s = self._request_s
+        self._request_s += (min(gap_s, PAUSE * mean_s + FIRST_EDGE_S) - mean_s) / REQUESTS_KEPT
 
     def refresh(self) -> None:
         """Takes in what was counted since the last time and makes the index anew. O(classes seen), about 1 ms for 200."""
@@ -62,6 +69,7 @@ class LifeTable:
             coarser = sums[-1].reshape(2, -1, n_finer, N_BINS).sum(2)
             sums.append(coarser)
         chance: Floats = np.full((1, N_BINS), PRIOR)
+        chance[0, 0] = 0.0  # (how soon the next request comes says nothing of whose it is)
         for (reached, used), n_finer in zip(reversed([*sums, sums[-1].sum(1, keepdims=True)]), (1, *_LEVELS), strict=True):
             chance = SHRINKAGE * np.repeat(chance, n_finer, axis=0)
             chance += used
@@ -69,7 +77,7 @@ class LifeTable:
         began = counts[0, :, 0]
         seen = np.flatnonzero(began)
         if len(seen):
-            self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX))
+            self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX), self._request_s)
         self.is_sure = float(began.sum()) >= EVIDENCE_MIN
         self.version += 1
 
@@ -93,11 +101,13 @@ class LifeTable:
         self._estimate()
 
 
-def gittins(chance: Floats) -> Floats:
-    """Chances of use [n, bins] of those that reach a bin -> index [n, bins], in uses a block-second."""
+def gittins(chance: Floats, first_s: float) -> Floats:
+    """Chances of use [n, bins] of those that reach a bin, the width of the first bin -> index [n, bins], in uses a
+    block-second."""
+    widths_s = np.diff(np.array(EDGES_S), prepend=-first_s)
     chance = np.ascontiguousarray(chance.T)
     stay = 1 - chance
-    cost = _WIDTHS_S[:, np.newaxis] * (1 - 0.5 * chance)  # a use comes in the middle of its bin
+    cost = widths_s[:, np.newaxis] * (1 - 0.5 * chance)  # a use comes in the middle of its bin
     here, hits, seconds, index = np.ones_like(chance), np.zeros_like(chance), np.zeros_like(chance), np.zeros_like(chance)
     part = np.empty_like(chance)
     for last in range(N_BINS):  # given up so many bins later: bin j + last is the last one
