@@ -19,7 +19,7 @@ from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, n
 from kvpool.core.policy.hazard import HISTORY_MIN, Hazard
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
-from kvpool.core.policy.make import policy_of
+from kvpool.core.policy.make import POLICIES, policy_of
 from kvpool.core.retention import pack_hint
 from kvpool.core.types import BlockCode
 from kvpool.errors import InvalidArgument
@@ -111,7 +111,7 @@ def test_runs_grow_older_through_every_bin() -> None:
     assert history.age(100.0, reached, {no}) == [] and history.key[no] == 0, "no other request came"
     history.next_request()
     other = history.add(EDGES_S[1] - 0.01, 4, 0, 4)
-    assert history.age(EDGES_S[1] - 0.01, reached, {no}) == [no] and history.soonest_s <= EDGES_S[1]
+    assert history.pass_by(EDGES_S[1] - 0.01, reached, {no, other}) == [no] and history.soonest_s <= EDGES_S[1]
     assert history.age(EDGES_S[3], reached, {no}) == [no] * 3 and history.key[no] == 4 and history.soonest_s <= EDGES_S[4]
     assert history.age(1e9, reached, ()) == [] and history.key[no] == N_BINS - 1
     assert history.age(1e12, reached, {no}) == [] and reached == [0.0] + [1.0] * (N_BINS - 1)
@@ -120,7 +120,14 @@ def test_runs_grow_older_through_every_bin() -> None:
     last = history.add(1e12, 4, 0, 4)
     assert history.age(2e12, reached, {last}) == [] and history.key[last] == 0, "also when its others are gone"
     history.next_request()
-    assert history.age(1e12 + 0.1, reached, {last}) == [last]
+    before = history.add(1e12 + 3, 4, 0, 4)
+    history.next_request()
+    assert history.pass_by(1e12 + 5, reached, {last, before}) == [last, before]
+    assert [history.key[last], history.key[before]] == [5, 4] and history.soonest_s <= 1e12 + 3 + EDGES_S[4]
+    assert history.age(1e12 + 3 + EDGES_S[4], reached, {before}) == [before]
+    history.next_request()
+    assert history.pass_by(1e15, reached, ()) == [] and history.age(1e15, reached, ()) == []
+    assert history.key[last] == history.key[before] == N_BINS - 1
 
 
 # --- one tier -----------------------------------------------------------------------------------------------------------
@@ -478,7 +485,7 @@ def test_a_long_chain_that_comes_up_block_by_block_is_not_searched_for_each(monk
     assert sum(looked) < 10_000
 
 
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_left_of_a_namespace_that_was_closed(policy: str) -> None:
     rig = Rig(20, 40, specs=[spec_of(1), spec_of(2)], policy=policy)
     for ns in (1, 2):
@@ -491,7 +498,7 @@ def test_nothing_is_left_of_a_namespace_that_was_closed(policy: str) -> None:
     rig.check()
 
 
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_written_through_is_written_once_where_ssd_is_smaller_than_dram(policy: str) -> None:
     through = dataclasses.replace(spec_of(1), write_policy=WritePolicy.THROUGH)
     rig = Rig(100, 24, specs=[through], policy=policy)

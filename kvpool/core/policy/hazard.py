@@ -98,13 +98,18 @@ class Hazard:
         if now_s > self.now_s:
             self.now_s = now_s
             if now_s >= self.history.soonest_s:
-                self._age()
+                moved = self.history.age(now_s, self.table.reached, self._runs)
+                if len(moved) > len(self._runs):  # (after a long time: queued once, in the last one's order)
+                    moved = [*dict.fromkeys(reversed(moved))][::-1]
+                self._requeue(moved)
 
-    def _age(self) -> None:
-        history, runs = self.history, self._runs
-        keys, moved = history.key, history.age(self.now_s, self.table.reached, runs)
-        if len(moved) > len(runs):  # (after a long time one is named for every age between: queued once, in the last one's order)
-            moved = [*dict.fromkeys(reversed(moved))][::-1]
+    def _pass_by(self) -> None:
+        """The latest request used what it found: another request passed by all the rest."""
+        self._has_begun = False
+        self._requeue(self.history.pass_by(self.now_s, self.table.reached, self._runs))
+
+    def _requeue(self, moved: list[int]) -> None:
+        runs, keys = self._runs, self.history.key
         for no in moved:
             run = runs[no]
             if run.waits_dram is not None or run.waits_ssd is not None:
@@ -168,11 +173,6 @@ class Hazard:
             request.gap = gap
             self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
-
-    def _pass_by(self) -> None:
-        """The latest request used what it found: another request passed by all the rest."""
-        self._has_begun = False
-        self._age()
 
     @staticmethod
     def _may_follow(part: Sequence[Block | None], last: Block, block: Block, k: int) -> bool:

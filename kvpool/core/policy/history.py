@@ -152,6 +152,29 @@ class History:
         self.n_runs -= 1
         self._free.append(no)
 
+    def pass_by(self, now_s: float, reached: MutableSequence[float], watched: Container[int]) -> list[int]:
+        """The latest request used what it found: all runs of earlier ones are out of the first age bin. As `age`."""
+        moved: list[int] = []
+        after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
+        no, end = oldest[0], self._latest
+        while no != end:
+            time_s, key, following, age = times[no], keys[no], after[no], 1
+            part = self.left[no] / self.length[no]
+            reached[key + 1] += part
+            while age < N_BINS - 1 and now_s - time_s >= EDGES_S[age]:
+                if oldest[age] == no:
+                    oldest[age] = following
+                age += 1
+                reached[key + age] += part
+            keys[no] = key + age
+            if time_s + EDGES_S[age] < self.soonest_s:
+                self.soonest_s = (time_s + EDGES_S[age]) * (1 - ROUNDING)
+            if no in watched:
+                moved.append(no)
+            no = following
+        oldest[0] = end
+        return moved
+
     def age(self, now_s: float, reached: MutableSequence[float], watched: Container[int]) -> list[int]:
         """Moves runs to the age bin that they have reached, and counts in `reached`, by key, what there is of each, once a bin.
         -> those of `watched` that moved, in order; one that moved on twice is named twice."""
@@ -159,8 +182,9 @@ class History:
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
         left, length = self.left, self.length
-        end = self._latest
-        for age, no in enumerate(oldest):
+        end = oldest[0]
+        for age in range(1, N_BINS - 1):
+            no = oldest[age]
             if no == end:
                 continue
             edge_s = EDGES_S[age]
@@ -175,9 +199,10 @@ class History:
                 if no == end:
                     break
                 time_s = times[no]
+            else:
+                if time_s + edge_s < soonest_s:
+                    soonest_s = time_s + edge_s
             oldest[age] = no
-            if no != end and time_s + edge_s < soonest_s:
-                soonest_s = time_s + edge_s
         self.soonest_s = soonest_s * (1 - ROUNDING)
         return moved
 
