@@ -70,7 +70,7 @@ def workload(n_conversations: int = 8, n_turns: int = 6) -> list[Request]:
     return multi_turn(seed=3, n_conversations=n_conversations, n_turns=n_turns, system_blocks=4, turn_blocks=(1, 5))
 
 
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy", ["hazard", "lru", "s3fifo", "lru2"])
 def test_the_simulated_and_the_real_engine_come_to_the_same_hit_rate(tmp_path: Path, policy: str) -> None:
     requests = multi_turn(seed=5, n_conversations=40, n_turns=6, system_blocks=4, turn_blocks=(1, 9))
     capacity = len({block for request in requests for block in request.ids}) // 3
@@ -317,7 +317,7 @@ def test_the_learned_policy_in_the_simulator_reaches_the_optimum_on_the_smoke_tr
     assert sim["of_optimum"] >= 0.99
 
 
-@pytest.mark.parametrize("policy", ["lru"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_both_engines_agree_where_two_tiers_are_too_small(tmp_path: Path, policy: str) -> None:
     trace = write_trace(tmp_path / "t.jsonl", workload(n_conversations=12, n_turns=5))
     args = ("--block-bytes", "64KiB", "--dram", "2MiB", "--ssd", "24MiB", "--policy", policy)

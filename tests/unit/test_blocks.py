@@ -10,6 +10,7 @@ import pytest
 from kvpool.core.block import Limits
 from kvpool.core.keys import KeyBatch
 from kvpool.core.policy.eviction import Entry, Lru
+from kvpool.core.policy.make import POLICIES
 from kvpool.core.types import BlockCode, MissCause, Tiers, miss_code
 from kvpool.errors import NamespaceNotFound
 from tests.support.tables import BLOCK, BOTH, DRAM, SSD, SUMS, Rig, batch_of, chain, spec_of, uid_of
@@ -606,10 +607,11 @@ def test_dirty_blocks_are_dropped_while_the_ssd_is_out() -> None:
     rig.check()
 
 
-def test_a_put_whose_own_blocks_the_ssd_refuses_does_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "lru"])
+def test_a_put_whose_own_blocks_the_ssd_refuses_does_not_wait_for_ever(policy: str) -> None:
     """Its last block needs the extent of its first, which can be neither written down (all of SSD is held) nor given up. Each
     try uses the chain, and what is used is worth another try: not for the put that waits for it."""
-    rig = Rig(24, 1, policy="hazard", limits=Limits(held_fraction=1.0))
+    rig = Rig(24, 1, policy=policy, limits=Limits(held_fraction=1.0))
     rig.put_waiting(chain("x", 4))
     rig.write_all_down()
     rig.hold(chain("x", 4))

@@ -8,6 +8,7 @@ from kvpool.core.block import Limits
 from kvpool.core.frames import FrameError, KeysRequest, WriteRequest
 from kvpool.core.keys import KeyBatch
 from kvpool.core.pins import PINS_MAX, PinBook, PinLevel, check_ttl_s, level_of
+from kvpool.core.policy.make import POLICIES
 from kvpool.core.quota import Share, shares
 from kvpool.core.retention import (
     PRIORITY_DEFAULT,
@@ -292,7 +293,7 @@ def test_a_soft_pin_on_ssd_does_not_go_for_a_demotion_of_what_is_not_pinned() ->
     assert rig.has(singles("".join(there))) == [2] * len(there)
 
 
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("priority", [0, 80])
 def test_a_put_waits_for_few_writes_where_all_have_a_priority_and_ssd_is_small(policy: str, priority: int) -> None:
     rig = Rig(16, 4, policy=policy)
@@ -300,7 +301,7 @@ def test_a_put_waits_for_few_writes_where_all_have_a_priority_and_ssd_is_small(p
         put_waiting(rig, batch_of([f"{i}.{j}" for j in range(3)], chained=False), priority=priority)
 
 
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_extent_is_emptied_where_its_namespace_has_less_of_ssd_than_that(policy: str) -> None:
     rig = Rig(16, 8, specs=[spec_of(1), spec_of(2)], policy=policy)
     rig.table.set_share(uid_of(1), Share(13 * BLOCK, 7 * BLOCK))
