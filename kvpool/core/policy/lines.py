@@ -20,6 +20,12 @@ from typing import Final
 
 from kvpool.core.policy.eviction import NO_LIMIT, RANK_BITS, RANK_MAX, Entry, Group, GroupKey
 
+# whether an entry may leave its tier, and why not
+GOES: Final = 0
+PARKED: Final = 1
+HAS_CHILD: Final = 2  # what hangs on it goes first
+StaysOf = Callable[[Entry], int]
+
 HEAP_SLACK: Final = 1024  # turns that are over, before the heap is made anew
 SHRINK_PART: Final = 1024  # each block that leaves takes the capacity so much nearer to the number that is there
 
@@ -129,7 +135,7 @@ class LinedGroup(Group, ABC):
         """It is gone, but still says which line it was in."""
 
     @abstractmethod
-    def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
+    def first(self, stays: StaysOf, tick: int) -> Place | None:
         """The place that leaves next; the same when asked again. tick: the latest batch's."""
 
     @abstractmethod
@@ -220,7 +226,7 @@ class LinedGroup(Group, ABC):
             if place.aside:
                 yield place.entry
 
-    def check(self, may_not_leave: Callable[[Entry], object]) -> None:
+    def check(self, stays: StaysOf) -> None:
         """Asserts the invariants. O(entries)."""
         for line in self.lines:
             records = [place for _, _, place in line._heap if place.line is line]
@@ -231,4 +237,4 @@ class LinedGroup(Group, ABC):
             assert {place for place in members if not place.aside} == set(records), "in a line, but not in its heap"
         assert sum(line.n for line in self.lines) == len(self.places)
         assert all(entry is place.entry and entry.group is self for entry, place in self.places.items())
-        assert all(may_not_leave(place.entry) for place in self.places.values() if place.aside), "aside without reason"
+        assert all(stays(place.entry) for place in self.places.values() if place.aside), "aside without reason"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Final
 
-from kvpool.core.policy.eviction import RANK_BITS, Entry, GroupKey
-from kvpool.core.policy.lines import Line, LinedGroup, Place, rank_of, tick_of, turn_of
+from kvpool.core.policy.eviction import RANK_BITS, GroupKey
+from kvpool.core.policy.lines import HAS_CHILD, Line, LinedGroup, Place, StaysOf, rank_of, tick_of, turn_of
 
 SMALL_PART: Final = 10
 USES_MAX: Final = 3
@@ -59,7 +59,7 @@ class S3Fifo(LinedGroup):
         if place.line is self.lines[0]:
             self.refused(name, 0)
 
-    def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
+    def first(self, stays: StaysOf, tick: int) -> Place | None:
         small, main = self.lines
         while True:
             place = small.head() if main.n <= self.capacity - self.capacity / SMALL_PART else None
@@ -74,9 +74,9 @@ class S3Fifo(LinedGroup):
             elif line is main and place.uses:
                 place.uses -= 1
                 self.put(place, main, turn_of(tick, rank_of(place.turn)))
-            elif not may_not_leave(place.entry):
+            elif not (why := stays(place.entry)):
                 return place
-            elif line is small:
+            elif line is small and why == HAS_CHILD:
                 self.put(place, main, turn_of(tick, rank_of(place.turn)))
             else:
                 line.pass_over(place)
@@ -129,10 +129,10 @@ class Arc(LinedGroup):
         while len(once_gone) + len(again_gone) + len(self.places) > 2 * self.capacity:
             (again_gone or once_gone).popitem(last=False)
 
-    def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
+    def first(self, stays: StaysOf, tick: int) -> Place | None:
         del tick
         once, again = self.lines
-        return _first_of((once, again) if again.n < self.capacity - self._target else (again, once), may_not_leave)
+        return _first_of((once, again) if again.n < self.capacity - self._target else (again, once), stays)
 
 
 class Lru2(LinedGroup):
@@ -170,9 +170,9 @@ class Lru2(LinedGroup):
         while len(self._past) > PAST_RATIO * self.capacity:
             self._past.popitem(last=False)
 
-    def first(self, may_not_leave: Callable[[Entry], object], tick: int) -> Place | None:
+    def first(self, stays: StaysOf, tick: int) -> Place | None:
         del tick
-        return _first_of(self.lines, may_not_leave)
+        return _first_of(self.lines, stays)
 
     def order(self, place: Place) -> int:
         return self._order(place.before, place.used)
@@ -182,10 +182,10 @@ class Lru2(LinedGroup):
         return -((before >> RANK_BITS) << ORDER_BITS) - used
 
 
-def _first_of(lines: tuple[Line, Line], may_not_leave: Callable[[Entry], object]) -> Place | None:
+def _first_of(lines: tuple[Line, Line], stays: StaysOf) -> Place | None:
     for line in lines:
         while (place := line.head()) is not None:
-            if not may_not_leave(place.entry):
+            if not stays(place.entry):
                 return place
             line.pass_over(place)
     return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, cast
 
+from kvpool.core.policy import lines
 from kvpool.core.policy.eviction import Entry, EvictionPolicy, Group, GroupKey
 from kvpool.core.policy.lines import LinedGroup, Place, rank_of, tick_of, turn_of
 from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_DRAM, PARKED, PARKED_DRAM, PARKED_SSD, is_parent, link, unlink
@@ -60,7 +61,7 @@ class QueuedTier:
     def __init__(self, brain: Queued, tier: int) -> None:
         self._brain, self._tier = brain, tier
         self._in, self._parked = IN[tier], PARKED[tier]
-        self._may_not_leave = _may_not_leave_dram if tier == DRAM else _may_not_leave_ssd
+        self._stays = _stays_in_dram if tier == DRAM else _stays_on_ssd
         self._groups: dict[GroupKey, LinedGroup] = {}
         self._all_groups: Sequence[Group] = ()  # made anew when they change: others go through it meanwhile
         self._adopting: list[Block] = []
@@ -144,7 +145,7 @@ class QueuedTier:
                 _wake(up.ssd_copy)
 
     def victim(self, group: Group) -> Entry | None:
-        place = cast(LinedGroup, group).first(self._may_not_leave, self._brain.tick)
+        place = cast(LinedGroup, group).first(self._stays, self._brain.tick)
         return None if place is None else place.entry
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
@@ -217,7 +218,7 @@ class QueuedTier:
     def check(self) -> None:
         """Asserts the invariants. O(everything)."""
         for group in self._groups.values():
-            group.check(self._may_not_leave)
+            group.check(self._stays)
             for entry in group.places:
                 block = self._block(entry)
                 kids = []
@@ -240,13 +241,16 @@ def _wake(entry: Entry) -> None:
     cast(LinedGroup, entry.group).wake(entry)
 
 
-def _may_not_leave_dram(entry: Entry) -> object:
-    """It is parked, or has children there."""
+def _stays_in_dram(entry: Entry) -> int:
     block = cast("Block", entry)
-    return block.n_dram_kids or block.where & PARKED_DRAM
+    if block.where & PARKED_DRAM:
+        return lines.PARKED
+    return lines.HAS_CHILD if block.n_dram_kids else lines.GOES
 
 
-def _may_not_leave_ssd(entry: Entry) -> object:
-    """It is parked, or has children anywhere and is not in DRAM too."""
+def _stays_on_ssd(entry: Entry) -> int:
+    """(A copy of a block that is in DRAM too may go, whatever hangs on that.)"""
     block: Block = entry.block  # type: ignore[attr-defined]
-    return block.where & PARKED_SSD or (block.kid is not None and not block.where & IN_DRAM)
+    if block.where & PARKED_SSD:
+        return lines.PARKED
+    return lines.HAS_CHILD if block.kid is not None and not block.where & IN_DRAM else lines.GOES
