@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from operator import attrgetter
 
 import pytest
 
@@ -85,6 +86,19 @@ def test_a_line_is_by_turn_and_who_was_passed_over_comes_back_at_its_place() -> 
     group.leave(places[1].entry, 1)
     assert small.head() is places[2]
     group.check(lambda entry: GOES)
+
+
+def test_a_line_too_long_to_be_sorted_is_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, places = group_of(200)
+    small, _ = group.lines
+    for place in places[::7]:
+        group.leave(place.entry, 0)
+    for place in places[1::7]:
+        group.put(place, small, place.turn + turn_of(1000, 0))
+    monkeypatch.setattr("kvpool.core.policy.lines.SORT_MAX", 0)
+    walked = list(small.in_turn())
+    monkeypatch.undo()
+    assert walked == list(small.in_turn()) == sorted((p for p in places if p.line), key=attrgetter("turn"))
 
 
 def test_what_left_takes_no_room_in_a_line_for_long() -> None:

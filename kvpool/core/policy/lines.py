@@ -26,6 +26,7 @@ PARKED: Final = 1
 HAS_CHILD: Final = 2  # what hangs on it goes first
 StaysOf = Callable[[Entry], int]
 
+SORT_MAX: Final = 16_384  # records of a line that are sorted at once, under the owner's lock
 HEAP_SLACK: Final = 1024  # turns that are over, before the heap is made anew
 SHRINK_PART: Final = 1024  # each block that leaves takes the capacity so much nearer to the number that is there
 
@@ -98,9 +99,10 @@ class Line:
 
     def in_turn(self) -> Iterator[Place]:
         """All but those aside, about by turn. Nothing may change meanwhile."""
-        self._heap.sort()  # (a heap, still)
+        if len(self._heap) <= SORT_MAX:
+            self._heap.sort()  # (a heap, still)
         later = []
-        for turn, _, place in self._heap:
+        for turn, _, place in self._heap if len(self._heap) <= SORT_MAX else self._walk():
             if place.line is self:
                 if place.turn == turn:
                     yield place
@@ -108,6 +110,17 @@ class Line:
                     later.append(place)
         later.sort(key=attrgetter("turn"))
         yield from later
+
+    def _walk(self) -> Iterator[tuple[int, int, Place]]:
+        """Its records in order, each O(log of those before it): who looks at some does not wait for all to be sorted."""
+        heap = self._heap
+        ahead = [(heap[0], 0)]
+        while ahead:
+            record, at = heappop(ahead)
+            for below in (2 * at + 1, 2 * at + 2):
+                if below < len(heap):
+                    heappush(ahead, (heap[below], below))
+            yield record
 
 
 class LinedGroup(Group, ABC):
