@@ -83,7 +83,7 @@ def draw_scenario(seed: int) -> Scenario:
         fault_every_s=draw.choice((0.3, 0.7, 1.5)),
         quality=Quality(delay_s=draw.choice((0.0001, 0.0005, 0.002)), slow_share=draw.choice((0.0, 0.01, 0.05)),
                         loss=draw.choice((0.0, 0.0, 0.002))),
-        policy=draw.choice(("hazard", "hazard", "lru")),
+        policy=draw.choice(("hazard", "hazard", "hazard", "lru", "lru", "s3fifo", "arc", "lru2")),
     )  # fmt: skip
 
 
