@@ -330,6 +330,27 @@ def test_sessions_one_after_the_other_longer_than_the_cache_are_served_as_by_rec
     assert hits["hazard"] >= 0.99 * hits["lru"]
 
 
+def test_where_all_requests_have_one_time_ages_go_by_requests() -> None:
+    """Sessions that grow, between long prompts that come once, and a clock that stands still."""
+    chance, requests, live, serial = random.Random(1), [], list[list[int]](), 1000
+    for _ in range(2000):
+        serial += 100
+        if chance.random() < 0.5:
+            requests.append((*range(20), *range(serial, serial + 50)))
+            continue
+        if len(live) < 6:
+            live.append([*range(20), *range(serial, serial + 30)])
+        chain = chance.choice(live)
+        requests.append((*chain,))
+        chain += range(serial + 50, serial + 56)
+        if len(chain) > 70:
+            live.remove(chain)
+    replaying = CoreReplay(policy="hazard", block_bytes=BLOCK, dram_bytes=330 * BLOCK)
+    for ids in requests:
+        replaying.serve(Request(0.0, len(ids), 1, ids))
+    assert replaying.outcome.hits > 0.92 * optimum_hits(requests, 330)
+
+
 def worthless(new: int) -> tuple[Rig, Hazard]:
     """A full pool of what is often used again; of requests with so many new blocks it is learned that they never are."""
     rig, brain = learned(8)

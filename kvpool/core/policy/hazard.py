@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
+    FIRST_EDGE_S,
     N_BINS,
     ONE_MORE,
     TAIL_STEP,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from kvpool.core.policy.hazard_tier import HazardTier
     from kvpool.core.policy.queues import RunGroup
 
+STEP_S: Final = FIRST_EDGE_S / 16  # from one request to the next, at least: where time is too coarse, ages go by requests
 REFRESH_REQUESTS: Final = 64
 HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
 HISTORY_MIN: Final = 8192  # some hundred KB: with few ghosts of long chains nothing is learned of when they come back
@@ -63,6 +65,7 @@ SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of 
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
 _UP: Final = attrgetter("up")
+_GROUP: Final = attrgetter("group")
 
 
 class Hazard:
@@ -79,7 +82,7 @@ class Hazard:
         self._runs: dict[int, Run] = {}  # with cached blocks, by number
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
-        self._began_s = self._began_before_s = 0.0  # when the latest request began, and the one before it
+        self._began_s = self._began_before_s = -STEP_S  # when the latest request began, and the one before it
         self._has_begun = False  # it has just: runs of earlier ones are not told so yet
         self._adopting: list[Block] = []
         self.tiers: list[HazardTier] = []
@@ -94,7 +97,9 @@ class Hazard:
 
     def at(self, now_ms: float) -> None:
         """It is this time now (never earlier than before): runs grow older."""
-        now_s = (now_ms if self._clock is None else self._clock()) / 1000
+        self._advance((now_ms if self._clock is None else self._clock()) / 1000)
+
+    def _advance(self, now_s: float) -> None:
         if now_s > self.now_s:
             self.now_s = now_s
             if now_s >= self.history.soonest_s:
@@ -124,6 +129,7 @@ class Hazard:
             if len(self._requests) > REQUESTS_MAX:
                 self._requests.popitem(last=False)
             self._n_requests += 1
+            self._advance(self._began_s + STEP_S)
             self._has_begun = True
             self.history.next_request()
             self.table.next_request(self.now_s - self._began_s)
@@ -146,6 +152,8 @@ class Hazard:
             run = block.run if block is not None else None
             if block is None or run is None:
                 i += 1
+                if not any(blocks[i:]):
+                    break
             else:
                 if not block.up and i:
                     link(block, blocks[i - 1])
@@ -332,7 +340,7 @@ class Hazard:
         base = first.rank
         if base + end > request.end:
             self._reaches(base + end, request)
-        variable = first.space.spec.variable
+        variable = first.space.spec.variable and len(set(map(_GROUP, blocks))) > 1
         buckets = bytes(uses.translate(USE_BUCKETS))
         of_request = first_key(0, int(tail), new_bucket(request.new), request.gap)
         reached, history, now_s = self.table.reached, self.history, self.now_s
