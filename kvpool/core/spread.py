@@ -119,7 +119,7 @@ class _Served:
 
 class LinkLoad:
     """What a worker has sent over the network lately. `link_bytes_per_s`: what its link can carry; `hot_at`: part of it above
-    which the link is a bottleneck."""
+    which the link is a bottleneck. Reads may be told by several threads meanwhile: `hottest` looks at a copy."""
 
     def __init__(self, *, link_bytes_per_s: int, hot_at: float) -> None:
         self._hot_bytes = link_bytes_per_s * hot_at * WINDOW_MS / 1000
@@ -133,7 +133,7 @@ class LinkLoad:
 
     def hottest(self, *, now_ms: int) -> list[KeyBatch]:
         """The batches that make up half of the link's load, the heaviest first; empty while the link is not a bottleneck."""
-        lately = [read for read in self._reads if read.at_ms > now_ms - WINDOW_MS]
+        lately = [read for read in self._reads.copy() if read.at_ms > now_ms - WINDOW_MS]
         if not lately:
             return []
         total = sum(read.n_bytes for read in lately)

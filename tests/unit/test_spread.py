@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
@@ -108,3 +109,26 @@ def test_more_reads_than_are_remembered_still_show_a_hot_link() -> None:
 ])  # fmt: skip
 def test_one_of_those_who_have_a_block_makes_the_missing_copies(me: str, holders: list[str], replicas: int, n: int) -> None:
     assert missing_copies(me, holders, replicas=replicas) == n
+
+
+def test_reads_are_told_by_several_threads_while_the_hottest_are_asked_for() -> None:
+    load, over = LinkLoad(link_bytes_per_s=100 * MB, hot_at=0.6), threading.Event()
+    told = [0, 0]
+
+    def serve(who: int) -> None:
+        one = batch(1, who)
+        while not over.is_set():
+            load.served(one, MB, now_ms=1000)
+            told[who] += 1
+
+    threads = [threading.Thread(target=serve, args=(who,)) for who in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(2000):
+            assert len(load.hottest(now_ms=1000)) <= 2
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert load.total_bytes == sum(told) * MB
