@@ -147,13 +147,13 @@ class Hazard:
         uses = bytearray()
         gap: int | None = None
         i, n = 0, len(blocks)
+        while n and blocks[n - 1] is None:  # (the end of most requests is not here)
+            n -= 1
         while i < n:
             block = blocks[i]
             run = block.run if block is not None else None
             if block is None or run is None:
                 i += 1
-                if not any(blocks[i:]):
-                    break
             else:
                 if not block.up and i:
                     link(block, blocks[i - 1])
