@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 LABELS_MAX: Final = 1_000  # label sets of one metric; the rest is summed up as "other"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -40,8 +43,6 @@ def gauge(name: str, text: str, value: float) -> Metric:
 
 def expose(metrics: Iterable[Metric]) -> bytes:
     """The text of one scrape."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected([_family(metric) for metric in metrics]))
     return generate_latest(registry)
@@ -59,8 +60,6 @@ class _Collected:
 
 
 def _family(metric: Metric) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
     make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
     family: Any = make(metric.name, metric.help, labels=metric.labels)
     rest = 0.0

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvpool
 from kvpool.core.keys import split_keys
@@ -483,8 +484,6 @@ class Agent:
 
 async def _leads(address: str) -> bool:
     """Whether the master there says that it leads."""
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     channel = open_channel(address, aio=True)
     try:
         make: Any = health_pb2_grpc.HealthStub

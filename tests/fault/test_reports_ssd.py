@@ -25,7 +25,7 @@ import kvpool
 from kvpool.core.types import MissCause, Outcome, RemoveOutcome
 from kvpool.errors import ConfigError, InvalidArgument, KVPoolError
 from tests.support.cluster import Cluster
-from tests.support.confine import control_group, in_group, throttle
+from tests.support.confine import control_group, forget_modules, in_group, throttle
 from tests.support.keyed import SLACK_S, THERE, Child, hash_of, have, keyspace, put, read
 from tests.support.loop_disk import NoLoopDisk, loop_disk
 from tests.support.observe import http_get, listening, metrics
@@ -385,6 +385,7 @@ def test_B82_a_disk_that_hangs_stops_nothing_but_itself(make_cluster: MakeCluste
             return (time.monotonic() - began) / n
 
         quiet = took(100)
+        forget_modules()
         throttle(group, tmp_path, read=1, write=1)
         slow: list[object] = []
 
