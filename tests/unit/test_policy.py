@@ -109,7 +109,7 @@ def test_runs_grow_older_through_every_bin() -> None:
     history, reached = History(), [0.0] * N_BINS
     no = history.add(0.0, 4, 0, 4)
     assert history.age(100.0, reached, {no}) == [] and history.key[no] == 0, "no other request came"
-    history.next_request()
+    history.next_request(1 << 20)
     other = history.add(EDGES_S[1] - 0.01, 4, 0, 4)
     assert history.pass_by(EDGES_S[1] - 0.01, reached, {no, other}) == [no] and history.soonest_s <= EDGES_S[1]
     assert history.age(EDGES_S[3], reached, {no}) == [no] * 3 and history.key[no] == 4 and history.soonest_s <= EDGES_S[4]
@@ -119,13 +119,13 @@ def test_runs_grow_older_through_every_bin() -> None:
     history.drop(other)
     last = history.add(1e12, 4, 0, 4)
     assert history.age(2e12, reached, {last}) == [] and history.key[last] == 0, "also when its others are gone"
-    history.next_request()
+    history.next_request(1 << 20)
     before = history.add(1e12 + 3, 4, 0, 4)
-    history.next_request()
+    history.next_request(1 << 20)
     assert history.pass_by(1e12 + 5, reached, {last, before}) == [last, before]
     assert [history.key[last], history.key[before]] == [5, 4] and history.soonest_s <= 1e12 + 3 + EDGES_S[4]
     assert history.age(1e12 + 3 + EDGES_S[4], reached, {before}) == [before]
-    history.next_request()
+    history.next_request(1 << 20)
     assert history.pass_by(1e15, reached, ()) == [] and history.age(1e15, reached, ()) == []
     assert history.key[last] == history.key[before] == N_BINS - 1
 

@@ -33,6 +33,7 @@ from kvpool.core.policy.classes import (
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable
+from kvpool.core.policy.rival import Mode, Rival
 from kvpool.core.policy.runs import (
     DRAM,
     FAR,
@@ -76,9 +77,11 @@ class Hazard:
         self._clock = clock
         self.table = LifeTable()
         self.history = History()
+        self.rival = Rival()
         self.now_s = 0.0
         self.n_cached = 0  # blocks in any tier
         self.n_cached_max = 0
+        self.n_copies = 0  # in all tiers
         self._runs: dict[int, Run] = {}  # with cached blocks, by number
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
@@ -129,18 +132,26 @@ class Hazard:
             if len(self._requests) > REQUESTS_MAX:
                 self._requests.popitem(last=False)
             self._n_requests += 1
+            request.number = self._n_requests
             self._advance(self._began_s + STEP_S)
             self._has_begun = True
-            self.history.next_request()
+            self.history.next_request(self.n_copies)
             self.table.next_request(self.now_s - self._began_s)
             self._began_before_s, self._began_s = self._began_s, self.now_s
             if self._n_requests % REFRESH_REQUESTS == 0:
-                self.table.refresh()
+                self._refresh()
         return request
+
+    def _refresh(self) -> None:
+        mode = self.rival.judge(self.n_copies, two_tiers=len(self.tiers) > 1)
+        self.table.refresh(by_time=mode is Mode.RECENT)
+        for tier in self.tiers:
+            tier.lean = mode > Mode.LEARNED
+
 
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
         """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
-        request = self._request(tick)
+        request, rival = self._request(tick), self.rival
         if len(set(blocks)) + max(0, blocks.count(None) - 1) < len(blocks):
             blocks = once(blocks)
         part: list[Block | None] = []
@@ -173,6 +184,9 @@ class Hazard:
                     uses += run.uses[at : at + k]
                     gap = self._gap(run.no, part[-1].rank + 1)  # type: ignore[union-attr]
                     self._count_use(run.no, k)
+                    rival.hits += k
+                    rival.blocks += k
+                    rival.lru_hits += self.history.lru_hits(run.no, k)
                     self._take_from(run, at, k)
                 i += k
         if self._has_begun:
@@ -217,7 +231,9 @@ class Hazard:
         uses = bytearray()
         while known < len(blocks) and (no := history.find(fingerprint(blocks[known]))):
             request.gap = self._gap(no, -1)
+            n_lru = history.lru_hits(no, len(blocks) - known)
             taken = history.take(no, map(fingerprint, blocks[known:]))
+            self.rival.lru_hits += min(n_lru, len(taken))
             self._count_use(no, len(taken))
             uses += taken
             known += len(taken)
@@ -225,6 +241,7 @@ class Hazard:
                 request.gap = 0
             if not history.left[no]:
                 history.drop(no)
+        self.rival.blocks += len(blocks)
         request.new += len(blocks) - known
         self._reclass(request)
         return uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - known)
@@ -271,10 +288,11 @@ class Hazard:
         buckets, reached, history = bytes(uses.translate(USE_BUCKETS)), self.table.reached, self.history
         base = first_key(0, int(is_tail), new_bucket(request.new), request.gap)
         end = len(blocks)
+        above = history.latest(self.now_s) if request.number == self._n_requests else 0
         while end:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             key = base + buckets[end - 1] * USE_STEP
-            no = history.add(self.now_s, end - start, key, request.end)
+            no = history.add(self.now_s, end - start, key, request.end, above)
             reached[key] += 1.0
             history.become_ghosts(no, prints[start:end], uses[start:end])
             if is_tail:
@@ -344,6 +362,7 @@ class Hazard:
         buckets = bytes(uses.translate(USE_BUCKETS))
         of_request = first_key(0, int(tail), new_bucket(request.new), request.gap)
         reached, history, now_s = self.table.reached, self.history, self.now_s
+        above = history.latest(now_s) if request.number == self._n_requests else 0
         is_tail, one_tier = tail, len(self.tiers) == 1
         while end:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
@@ -353,7 +372,7 @@ class Hazard:
                     first_alike -= 1
                 start = first_alike
             key = of_request + buckets[end - 1] * USE_STEP
-            no = history.add(now_s, end - start, key, request.end)
+            no = history.add(now_s, end - start, key, request.end, above)
             reached[key] += 1.0
             members = blocks[start:end]
             run = Run(no, request.tick, now_s, base + start, members, uses[start:end])
@@ -422,7 +441,7 @@ class Hazard:
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""
         members = run.members
-        self.history.left[run.no] -= k
+        self.history.lessen(run.no, k)
         if k == len(members):
             self._empty(run)
             return
@@ -515,7 +534,7 @@ class Hazard:
             self._forget()
         else:
             members[run.index(block)] = None
-            history.left[run.no] -= 1
+            history.lessen(run.no, 1)
             self._trim(run)
 
     def retire(self, blocks: Sequence[Block], tier: int) -> None:
@@ -592,6 +611,8 @@ class Hazard:
     def check(self) -> None:
         """Asserts the invariants. O(everything)."""
         self.history.check()
+        groups = [cast("RunGroup", group) for tier in self.tiers for group in tier.groups()]
+        assert self.n_copies == sum(group.n_entries for group in groups), "copies are miscounted"
         for no, run in self._runs.items():
             assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
             members = [block for block in run.members if block is not None]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, PARKED, SSD, is_parent, link
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_DRAM, IN_SSD, PARKED, PARKED_SSD, SSD, is_parent, link
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block
@@ -31,6 +32,7 @@ class HazardTier:
         self._brain, self._tier = brain, tier
         self._in, self._parked = IN[tier], PARKED[tier]
         self._groups: dict[GroupKey, RunGroup] = {}
+        self.lean = False  # of what is in both tiers the copy here goes first (SSD)
         self._all_groups: Sequence[Group] = ()  # made anew when they change: others go through it meanwhile
 
     def at(self, now_ms: int) -> None:
@@ -58,6 +60,7 @@ class HazardTier:
         fresh: list[Block] = []
         above: Block | None = None
         last: Run | None = None
+        brain.n_copies += len(entries)
         for entry in entries:
             block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
             entry.group.n_entries += 1  # type: ignore[attr-defined]
@@ -80,6 +83,8 @@ class HazardTier:
                     brain.consider(up.run)
             else:
                 if tier == DRAM:
+                    if where & (IN_SSD | PARKED_SSD) == IN_SSD:
+                        self._ssd_group(block).twice[block] = None
                     run.joined_dram(block)
                     brain.consider(run)
                     if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:
@@ -121,8 +126,11 @@ class HazardTier:
             return
         where = block.where = where & ~(self._in | self._parked)
         entry.group.n_entries -= 1  # type: ignore[attr-defined]
+        brain.n_copies -= 1
         run = block.run
         assert run is not None
+        if where & IN_SSD or tier == SSD:
+            self._ssd_group(block).twice.pop(block, None)
         if tier == DRAM:
             run.n_dram -= 1
         else:
@@ -146,12 +154,16 @@ class HazardTier:
             brain.consider_ssd(above)
 
     def victim(self, group: Group) -> Entry | None:
+        if self.lean and cast(RunGroup, group).twice:
+            return next(reversed(cast(RunGroup, group).twice)).ssd_copy
         run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return None
         return run.deepest_in_dram() if self._tier == DRAM else run.deepest_on_ssd().ssd_copy
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
+        if self.lean and cast(RunGroup, group).twice:
+            return self._second_copies(cast(RunGroup, group), n)
         run: Run | None = group.first()  # type: ignore[attr-defined]
         if run is None:
             return ()
@@ -162,6 +174,13 @@ class HazardTier:
         if n == 1:
             return (cast("Entry", deepest.ssd_copy),)
         return [cast("Entry", block.ssd_copy) for block in run.ssd_end_of(n, deepest)]
+
+    @staticmethod
+    def _second_copies(group: RunGroup, n: int) -> list[Entry]:
+        """Copies here of blocks of one run that are in DRAM too, those that came there last first: they stay there longest."""
+        blocks = list(islice(reversed(group.twice), n))
+        run = blocks[0].run
+        return [cast("Entry", block.ssd_copy) for block in takewhile(lambda block: block.run is run, blocks)]
 
     def retire(self, entries: Sequence[Entry]) -> None:
         brain, tier = self._brain, self._tier
@@ -176,6 +195,7 @@ class HazardTier:
                 self.remove(entry)
             return
         entries[0].group.n_entries -= n  # type: ignore[attr-defined]
+        brain.n_copies -= n
         if tier == DRAM:
             run.n_dram -= n
         else:
@@ -185,8 +205,10 @@ class HazardTier:
             brain.retire(blocks, tier)
             return
         here = ~(self._in | self._parked)
+        twice = self._ssd_group(blocks[0]).twice
         for block in blocks:
             block.where &= here
+            twice.pop(block, None)
         if tier == SSD:
             brain.consider_ssd(run)
             return
@@ -259,6 +281,7 @@ class HazardTier:
         del tick, rank
         block = self._block(entry)
         cast(RunGroup, entry.group).n_entries += 1
+        self._brain.n_copies += 1
         block.where |= self._in
         self._brain.adopt(block)
 
@@ -278,6 +301,8 @@ class HazardTier:
         block = self._block(entry)
         if block.where & (self._in | self._parked) == self._in:
             block.where |= self._parked
+            if self._tier == SSD:
+                self._ssd_group(block).twice.pop(block, None)
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
     def is_parked(self, entry: Entry) -> bool:
@@ -287,10 +312,19 @@ class HazardTier:
         block = self._block(entry)
         if block.where & self._parked:
             block.where &= ~self._parked
+            if self._tier == SSD and block.where & IN_DRAM:
+                self._ssd_group(block).twice[block] = None
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
     def check(self) -> None:
+        for group in self._groups.values():
+            for block in group.twice:
+                assert block.where & (IN_ANY | PARKED_SSD) == IN_ANY and self._ssd_group(block) is group, "no second copy"
         self._brain.check()
+
+    @staticmethod
+    def _ssd_group(block: Block) -> RunGroup:
+        return cast(RunGroup, cast("Entry", block.ssd_copy).group)
 
     def _block(self, entry: Entry) -> Block:
         return entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, return-value]

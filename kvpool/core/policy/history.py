@@ -2,7 +2,7 @@
 
 Owns the arrays. Does not own what they mean for eviction (`hazard`), nor cached blocks (a run's members are there).
 
-    run (number 1..)    time, length, class and age, blocks left, end of its request ............. 22 bytes
+    run (number 1..)    time, length, class and age, blocks left, end of its request, recent? .... 23 bytes
                         places in the queue by age, the queue of ghosts, the table of heads ....... 24 bytes
     ghost               60 bits of the key's hash and its use count, the next deeper one .......... 12 bytes
 
@@ -45,6 +45,14 @@ class _Queue:
             self.first = no
         self.last = no
 
+    def push_before(self, no: int, other: int) -> None:
+        before = self.before[other]
+        self.before[no], self.after[no], self.before[other] = before, other, no
+        if before:
+            self.after[before] = no
+        else:
+            self.first = no
+
     def remove(self, no: int) -> None:
         before, after = self.before[no], self.after[no]
         if before:
@@ -68,6 +76,11 @@ class History:
         self.key = array("H", [0])  # class and age
         self._in_time = _Queue()  # all runs, by time
         self._oldest = [0] * (N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
+        # What LRU would have, were it in this one's place: the last of `_in_time`, of the first of these some blocks perhaps.
+        self._recent = bytearray(1)  # by run: 1 for these
+        self._oldest_recent = 0  # the first of these
+        self._n_recent = 0  # blocks of all these
+        self._n_lru = 0  # how many LRU has
         self._latest = 0  # the first in time of those of the latest request, 0: it has none yet
         self.soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
         self._fading = _Queue()
@@ -84,8 +97,13 @@ class History:
 
     # --- runs -----------------------------------------------------------------------------------------------------------
 
-    def add(self, now_s: float, length: int, key: int, end: int) -> int:
-        """A new run of age bin 0. -> its number."""
+    def latest(self, now_s: float) -> int:
+        """The first run of the latest request, when it was made at this very time. 0: none was."""
+        no = self._latest
+        return no if self.time_s[no] == now_s else 0
+
+    def add(self, now_s: float, length: int, key: int, end: int, before: int = 0) -> int:
+        """A new run of age bin 0. before: the `latest` of its request that is above it in their chain. -> its number."""
         self.n_runs += 1
         if self._free:
             no = self._free.pop()
@@ -93,29 +111,58 @@ class History:
             self.length[no] = self.left[no] = length
             self.end[no] = end
             self.key[no] = key
+            self._recent[no] = 1
         else:
             no = len(self.time_s)
             self.time_s.append(now_s)
             self.key.append(key)
+            self._recent.append(1)
             for column, value in ((self.length, length), (self.left, length), (self.end, end)):
                 column.append(value)
             for column in (self._in_time.after, self._in_time.before, self._fading.after, self._fading.before, self._head,
                            self._next_in_slot):  # fmt: skip
                 column.append(0)
-        self._in_time.push(no)
+        if before:
+            self._in_time.push_before(no, before)
+        else:
+            self._in_time.push(no)
+        self._n_recent += length
         oldest = self._oldest
-        if not oldest[0]:
+        if oldest[0] == before:
             for age in range(N_BINS - 1):
-                if oldest[age]:
+                if oldest[age] != before:
                     break
                 oldest[age] = no
-        if not self._latest:
+        if self._latest == before:
             self._latest = no
+        if self._oldest_recent == before:
+            self._oldest_recent = no
         return no
 
-    def next_request(self) -> None:
-        """Runs that are added from now on are another request's."""
+    def next_request(self, n_lru: int) -> None:
+        """Runs that are added from now on are another request's. n_lru: blocks that LRU would have by now."""
+        self._n_lru = n_lru
         self._latest = 0
+        no, left, after = self._oldest_recent, self.left, self._in_time.after
+        while no and self._n_recent - left[no] >= n_lru:
+            self._n_recent -= left[no]
+            self._recent[no] = 0
+            no = after[no]
+        self._oldest_recent = no
+
+    def lru_hits(self, no: int, n: int) -> int:
+        """How many of the run's first n blocks LRU would have now."""
+        if not self._recent[no]:
+            return 0
+        if no != self._oldest_recent:
+            return n
+        return max(0, min(n, self._n_lru - (self._n_recent - self.left[no])))
+
+    def lessen(self, no: int, n: int) -> None:
+        """n blocks of the run are none of its any more."""
+        self.left[no] -= n
+        if self._recent[no]:
+            self._n_recent -= n
 
     def add_uncounted(self, now_s: float, key: int) -> int:
         """A run of one block and those that `grow` adds; nothing is counted of its life: each event is next to no part of it."""
@@ -126,6 +173,7 @@ class History:
     def grow(self, no: int) -> None:
         """The run, one of `add_uncounted`, has one block more."""
         self.left[no] += 1
+        self._n_recent += self._recent[no]
 
     def is_whole(self, no: int) -> bool:
         """Nothing of the run was used again or left."""
@@ -134,8 +182,9 @@ class History:
     def absorb(self, no: int, other: int) -> None:
         """The blocks of the other run, a whole one, are this one's; the other is no more."""
         self.length[no] += self.length[other]
-        self.left[no] += self.left[other]
-        self.left[other] = 0
+        n = self.left[other]
+        self.lessen(other, n)
+        self.lessen(no, -n)
         self.drop(other)
 
     def drop(self, no: int) -> None:
@@ -148,6 +197,8 @@ class History:
             oldest[age] = self._in_time.after[no]
         if self._latest == no:
             self._latest = self._in_time.after[no]
+        if self._oldest_recent == no:
+            self._oldest_recent = self._in_time.after[no]
         self._in_time.remove(no)
         self.n_runs -= 1
         self._free.append(no)
@@ -275,7 +326,7 @@ class History:
             last, node = node, following[node]
         if uses:
             self._release(first, last, len(uses))
-        self.left[no] -= len(uses)
+        self.lessen(no, len(uses))
         self._head[no] = node
         if node:
             self._list(no, self._ghost_print[node] >> USE_BITS)
@@ -294,7 +345,7 @@ class History:
             while after := following[last]:
                 n, last = n + 1, after
             self._release(node, last, n)
-            self.left[no] -= n
+            self.lessen(no, n)
             self._head[no] = 0
             self._fading.remove(no)
         return no
@@ -340,7 +391,7 @@ class History:
         """Of all arrays, with what they have in reserve."""
         words = [self.length, self.left, self.end, self.key,
                  self._in_time.after, self._in_time.before, self._fading.after, self._fading.before,
-                 self._head, self._next_in_slot, self._slots, self._ghost_print, self._ghost_next]  # fmt: skip
+                 self._head, self._next_in_slot, self._slots, self._ghost_print, self._ghost_next, self._recent]  # fmt: skip
         return sum(map(sys.getsizeof, words)) + sys.getsizeof(self.time_s) + sys.getsizeof(self._free) + 32 * len(self._free)
 
     def check(self) -> None:
@@ -355,4 +406,9 @@ class History:
                 node = self._ghost_next[node]
             assert of_run <= self.left[no] <= self.length[no], "more ghosts than blocks"
             no = self._fading.after[no]
+        recent, no = 0, self._oldest_recent
+        while no:
+            assert self._recent[no], "an older one is recent"
+            recent, no = recent + self.left[no], self._in_time.after[no]
+        assert recent == self._n_recent, "recent blocks are miscounted"
         assert n == self.n_ghosts and heads == self._n_heads, "ghosts are miscounted"

@@ -40,9 +40,11 @@ class LifeTable:
         self.reached: array[float] = array("d", bytes(8 * N_CLASSES * N_BINS))  # by key, since the last refresh
         self.used: array[float] = array("d", self.reached)
         self._new = [np.frombuffer(counted).reshape(N_CLASSES, N_BINS) for counted in (self.reached, self.used)]  # (the same)
-        self.index: array[float] = array("d", gittins(np.full((1, N_BINS), PRIOR), FIRST_EDGE_S / 2)[0].tolist() * N_CLASSES)
+        self._unseen: Floats = gittins(np.full((1, N_BINS), PRIOR), FIRST_EDGE_S / 2)  # of classes not seen yet
+        self.index: array[float] = array("d", self._unseen[0].tolist() * N_CLASSES)
         self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
         self.version = 0
+        self._by_time = False
         self._request_s = FIRST_EDGE_S  # mean time between two requests
         self.is_sure = False  # enough was seen to refuse new blocks by it
 
@@ -51,8 +53,12 @@ class LifeTable:
         mean_s = self._request_s
         self._request_s += (min(gap_s, PAUSE * mean_s + FIRST_EDGE_S) - mean_s) / REQUESTS_KEPT
 
-    def refresh(self) -> None:
-        """Takes in what was counted since the last time and makes the index anew. O(classes seen), about 1 ms for 200."""
+    def refresh(self, *, by_time: bool = False) -> None:
+        """Takes in what was counted since the last time and makes the index anew. by_time: all are worth the same (the one used
+        longest ago goes first). O(classes seen), about 1 ms for 200."""
+        if by_time is not self._by_time:
+            self._by_time = by_time
+            self._index[:] = self._unseen
         counts = self._counts
         for counted, table in zip(self._new, counts, strict=True):
             table += counted
@@ -76,9 +82,9 @@ class LifeTable:
             chance /= reached + SHRINKAGE
         began = counts[0, :, 0]
         seen = np.flatnonzero(began)
-        if len(seen):
+        if len(seen) and not self._by_time:
             self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX), self._request_s)
-        self.is_sure = float(began.sum()) >= EVIDENCE_MIN
+        self.is_sure = float(began.sum()) >= EVIDENCE_MIN and not self._by_time
         self.version += 1
 
     def to_bytes(self) -> bytes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from kvpool.core.policy.eviction import Group, GroupKey
 
 if TYPE_CHECKING:
+    from kvpool.core.block import Block
     from kvpool.core.policy.lifetable import LifeTable
     from kvpool.core.policy.runs import Run
 
@@ -34,7 +35,7 @@ class Waiting(OrderedDict["Run", None]):
 class RunGroup(Group):
     """Runs whose blocks can replace each other in one tier, those that may lose one now."""
 
-    __slots__ = ("_by_key", "_heap", "_table", "_version", "n_entries")
+    __slots__ = ("_by_key", "_heap", "_table", "_version", "n_entries", "twice")
 
     def __init__(self, key: GroupKey, table: LifeTable) -> None:
         super().__init__(key)
@@ -43,6 +44,7 @@ class RunGroup(Group):
         # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over
         self._heap: list[tuple[float, float, int]] = []
         self._version = table.version
+        self.twice: dict[Block, None] = {}  # of an SSD tier: blocks that came to DRAM too, and whose copy here may leave
         self.n_entries = 0  # blocks of the group in the tier, also of runs that may not lose one now
 
     def push(self, run: Run, key: int) -> Waiting:

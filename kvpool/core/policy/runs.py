@@ -29,10 +29,11 @@ PARKED: Final = (PARKED_DRAM, PARKED_SSD)
 class Request:
     """What is known of a request under way: its batches have one tick."""
 
-    __slots__ = ("classed", "end", "gap", "new", "refused", "runs", "tail", "tick")
+    __slots__ = ("classed", "end", "gap", "new", "number", "refused", "runs", "tail", "tick")
 
     def __init__(self, tick: int) -> None:
         self.tick = tick
+        self.number = 0  # the how manyth it is
         self.gap = 0  # bucket
         self.classed = (0, 0)  # bucket of new blocks and gap that its runs' classes were made of
         self.new = 0  # blocks that were not known

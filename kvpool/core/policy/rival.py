@@ -1,0 +1,69 @@
+"""Whether LRU would have had more hits of late: the learned policy's insurance.
+
+No order is best everywhere; one learned from how long runs waited is wrong where that changes faster than it learns. What LRU
+would have had is known for each run without a second cache (`history.lru_hits`), so hits are compared all the time, and where LRU
+is ahead the policy goes its way. Owns the comparison and the mode; what a mode means is up to `hazard`, `hazard_tier` and
+`lifetable`.
+
+    LEARNED ──LRU is ahead──▶ LEAN (two tiers) ──still──▶ RECENT      when LRU is ahead again soon after a step back,
+       ▲────────after a while─────┘   ▲──after a while──────┘         the next while is twice as long
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+DECAY: Final = 0.97  # of what was compared, at a refresh
+MARGINS: Final = (0.01, 0.02)  # of LRU's hits that it must be ahead by: with one tier, with two (LRU has fewer from DRAM)
+STAY_MIN, STAY_MAX = 32, 1024  # refreshes in a mode before it is given up
+TURNS: Final = 4  # times what is cached must have been used or stored then; half of it goes by without judgement
+
+
+class Mode(IntEnum):
+    LEARNED = 0
+    LEAN = 1  # of what is in both tiers the SSD copy goes first: no block is worth less than a second copy
+    RECENT = 2  # and what was used longest ago goes first, nothing is refused
+
+
+class Rival:
+    """`hits`, `lru_hits`, `blocks`: counted since the last time `judge` was asked: hits, what LRU would have had of the same
+    requests, and blocks used or stored."""
+
+    __slots__ = ("_ahead", "_deaf", "_left", "_lru", "_squares", "_stay", "blocks", "hits", "lru_hits", "mode")
+
+    def __init__(self) -> None:
+        self.hits = self.lru_hits = self.blocks = 0
+        self.mode = Mode.LEARNED
+        self._stay = STAY_MIN
+        self._left = self._deaf = (0, 0)  # refreshes and blocks: until a step back, until LRU's lead counts
+        self._ahead = self._squares = self._lru = 0.0  # LRU's lead, the sum of its squares (how far chance goes), LRU's hits
+
+    def judge(self, n_cached: int, *, two_tiers: bool) -> Mode:
+        """Once a refresh. n_cached: copies in all tiers."""
+        ahead, lru, blocks = self.lru_hits - self.hits, self.lru_hits, self.blocks
+        self.hits = self.lru_hits = self.blocks = 0
+        self._left = self._left[0] - 1, self._left[1] - blocks
+        self._deaf = self._deaf[0] - 1, self._deaf[1] - blocks
+        if max(self._deaf) > 0:
+            return self.mode
+        self._ahead = self._ahead * DECAY + ahead
+        self._squares = self._squares * DECAY * DECAY + ahead * ahead
+        self._lru = self._lru * DECAY + lru
+        if self._ahead > MARGINS[two_tiers] * self._lru and self._ahead > self._squares**0.5:
+            if self.mode < Mode.RECENT:
+                if self.mode is Mode.LEARNED and max(self._left) > 0:
+                    self._stay = min(2 * self._stay, STAY_MAX)
+                self._enter(Mode.LEAN if two_tiers and self.mode is Mode.LEARNED else Mode.RECENT, n_cached)
+        elif max(self._left) <= 0:
+            if self.mode > Mode.LEARNED:
+                self._enter(Mode.LEAN if two_tiers and self.mode is Mode.RECENT else Mode.LEARNED, n_cached)
+            else:
+                self._stay = STAY_MIN
+        return self.mode
+
+    def _enter(self, mode: Mode, n_cached: int) -> None:
+        self.mode = mode
+        self._left = self._stay, TURNS * n_cached * self._stay // STAY_MIN
+        self._deaf = STAY_MIN // 8, TURNS * n_cached // 2
+        self._ahead = self._squares = self._lru = 0.0
