@@ -13,17 +13,20 @@ from typing import Final
 N_BINS: Final = 21
 FIRST_EDGE_S: Final = 0.5
 # Upper edges of the age bins: the first ends when the next request comes, whenever that is; then ages double; the last is open.
-EDGES_S: Final = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS - 1)))
+EDGES_S: Final[tuple[float, ...]] = (0.0, *(FIRST_EDGE_S * 2.0**j for j in range(N_BINS - 1)))
 
-N_USES, N_TAILS, N_NEW, N_GAPS = 5, 2, 6, 5
+N_USES: Final = 5
+N_TAILS: Final = 2
+N_NEW: Final = 6
+N_GAPS: Final = 5
 N_CLASSES: Final = N_USES * N_TAILS * N_NEW * N_GAPS
 TAIL_STEP: Final = N_NEW * N_GAPS * N_BINS
 USE_STEP: Final = N_TAILS * TAIL_STEP
 USES_MAX: Final = 9  # counted up to here
-_USE_EDGES: Final = (2, 3, 5, 9)
-_NEW_EDGES: Final = (3, 6, 12, 24, 48)
+_USE_EDGES: Final[tuple[int, ...]] = (2, 3, 5, 9)
+_NEW_EDGES: Final[tuple[int, ...]] = (3, 6, 12, 24, 48)
 _NEW_BUCKETS: Final = bytes(bisect_right(_NEW_EDGES, n) for n in range(_NEW_EDGES[-1]))
-_GAP_EDGES_S: Final = (4.0, 16.0, 64.0, 256.0)
+_GAP_EDGES_S: Final[tuple[float, ...]] = (4.0, 16.0, 64.0, 256.0)
 
 # For bytes.translate over the use counts of a run's blocks.
 USE_BUCKETS: Final = bytes(sum(uses >= edge for edge in _USE_EDGES) for uses in range(256))

@@ -386,7 +386,7 @@ class Hazard:
                 run.n_dram = end - start
                 deepest = members[-1]
                 if not deepest.n_dram_kids and not deepest.where & PARKED_DRAM:  # type: ignore[union-attr]
-                    run.waits_dram = deepest.group.push(run, key)  # type: ignore[union-attr]
+                    run.waits_dram = cast("RunGroup", deepest.group).push(run, key)  # type: ignore[union-attr]
             else:
                 n_dram = n_ssd = 0
                 for block in members:
@@ -582,10 +582,10 @@ class Hazard:
             block = run.deepest_in_dram()
             if not block.n_dram_kids and not block.where & PARKED_DRAM:
                 if waits is None:
-                    run.waits_dram = block.group.push(run, self.history.key[run.no])  # type: ignore[attr-defined]
+                    run.waits_dram = cast("RunGroup", block.group).push(run, self.history.key[run.no])
                 return
         if waits is not None:
-            del waits[run]
+            del waits.runs[run]
             run.waits_dram = None
 
     def consider_ssd(self, run: Run) -> None:
@@ -599,7 +599,7 @@ class Hazard:
                     run.waits_ssd = group.push(run, self.history.key[run.no])
                 return
         if waits is not None:
-            del waits[run]
+            del waits.runs[run]
             run.waits_ssd = None
 
     # --- for measurement ------------------------------------------------------------------------------------------------
@@ -622,4 +622,4 @@ class Hazard:
             waits = run.waits_dram, run.waits_ssd
             self.consider(run)
             assert waits == (run.waits_dram, run.waits_ssd), "queued, or not, without reason"
-            assert all(waiting is None or run in waiting for waiting in waits)
+            assert all(waiting is None or run in waiting.runs for waiting in waits)

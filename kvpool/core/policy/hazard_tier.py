@@ -12,7 +12,7 @@ from kvpool.core.policy.queues import RunGroup
 from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_DRAM, IN_SSD, PARKED, PARKED_SSD, SSD, is_parent, link
 
 if TYPE_CHECKING:
-    from kvpool.core.block import Block
+    from kvpool.core.block import Block, SsdCopy
     from kvpool.core.policy.hazard import Hazard
     from kvpool.core.policy.runs import Run
 
@@ -62,8 +62,9 @@ class HazardTier:
         last: Run | None = None
         brain.n_copies += len(entries)
         for entry in entries:
-            block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
-            entry.group.n_entries += 1  # type: ignore[attr-defined]
+            block = self._block(entry)
+            of: RunGroup = entry.group  # type: ignore[assignment]
+            of.n_entries += 1
             where, run, up = block.where, block.run, block.up
             if not where & IN_ANY:
                 brain.n_cached += 1
@@ -120,12 +121,13 @@ class HazardTier:
 
     def remove(self, entry: Entry) -> None:
         brain, tier = self._brain, self._tier
-        block: Block = entry if tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        block = self._block(entry)
         where = block.where
         if not where & self._in:
             return
         where = block.where = where & ~(self._in | self._parked)
-        entry.group.n_entries -= 1  # type: ignore[attr-defined]
+        group: RunGroup = entry.group  # type: ignore[assignment]
+        group.n_entries -= 1
         brain.n_copies -= 1
         run = block.run
         assert run is not None
@@ -154,17 +156,19 @@ class HazardTier:
             brain.consider_ssd(above)
 
     def victim(self, group: Group) -> Entry | None:
-        if self.lean and cast(RunGroup, group).twice:
-            return next(reversed(cast(RunGroup, group).twice)).ssd_copy
-        run: Run | None = group.first()  # type: ignore[attr-defined]
+        runs = cast(RunGroup, group)
+        if self.lean and runs.twice:
+            return next(reversed(runs.twice)).ssd_copy
+        run = runs.first()
         if run is None:
             return None
         return run.deepest_in_dram() if self._tier == DRAM else run.deepest_on_ssd().ssd_copy
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
-        if self.lean and cast(RunGroup, group).twice:
-            return self._second_copies(cast(RunGroup, group), n)
-        run: Run | None = group.first()  # type: ignore[attr-defined]
+        runs = cast(RunGroup, group)
+        if self.lean and runs.twice:
+            return self._second_copies(runs, n)
+        run = runs.first()
         if run is None:
             return ()
         if self._tier == DRAM:
@@ -184,7 +188,7 @@ class HazardTier:
 
     def retire(self, entries: Sequence[Entry]) -> None:
         brain, tier = self._brain, self._tier
-        blocks = cast("list[Block]", list(entries) if tier == DRAM else [entry.block for entry in entries])  # type: ignore[attr-defined]
+        blocks = cast("list[Block]", list(entries)) if tier == DRAM else [entry.block for entry in cast("Sequence[SsdCopy]", entries)]
         if not blocks:
             return
         run = blocks[0].run
@@ -194,7 +198,7 @@ class HazardTier:
             for entry in entries:
                 self.remove(entry)
             return
-        entries[0].group.n_entries -= n  # type: ignore[attr-defined]
+        cast(RunGroup, entries[0].group).n_entries -= n
         brain.n_copies -= n
         if tier == DRAM:
             run.n_dram -= n
@@ -254,7 +258,7 @@ class HazardTier:
         return cast("list[Entry]", blocks if self._tier == DRAM else [block.ssd_copy for block in blocks])
 
     def tick_of(self, entry: Entry) -> int:
-        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        block = self._block(entry)
         return block.run.tick if block.run is not None and block.where & self._in else 0
 
     def was_reused(self, entry: Entry) -> bool:
@@ -262,12 +266,12 @@ class HazardTier:
         return block.run is not None and block.run.uses[block.run.index(block)] > 1
 
     def place_of(self, entry: Entry) -> tuple[int, int]:
-        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        block = self._block(entry)
         return block.run.tick if block.run is not None and block.where & self._in else 0, block.rank
 
     def order_of(self, entry: Entry) -> float:
         brain = self._brain
-        block: Block = entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, assignment]
+        block = self._block(entry)
         run = block.run
         if run is None or not block.where & self._in:
             return NOT_HERE
@@ -327,4 +331,4 @@ class HazardTier:
         return cast(RunGroup, cast("Entry", block.ssd_copy).group)
 
     def _block(self, entry: Entry) -> Block:
-        return entry if self._tier == DRAM else entry.block  # type: ignore[attr-defined, return-value]
+        return cast("Block", entry) if self._tier == DRAM else cast("SsdCopy", entry).block

@@ -172,7 +172,7 @@ class LinedGroup(Group, ABC):
         if elsewhere is not None:
             place.before, place.uses = elsewhere.before, elsewhere.uses
         if len(self.places) > self.capacity:
-            self.capacity = len(self.places)
+            self.capacity = float(len(self.places))
         self.admit(place, name)
         self.n_fresh += place.line is self.lines[0]
 

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 HEAP_SLACK: Final = 1024  # times that are over, before the heap is made anew
 
 
-class Waiting(OrderedDict["Run", None]):
+class Waiting:
     """Runs of one class and age in one group, those used longest ago first."""
 
-    __slots__ = ("group",)
-    group: RunGroup
+    __slots__ = ("group", "runs")
+
+    def __init__(self, group: RunGroup) -> None:
+        self.group = group
+        self.runs: OrderedDict[Run, None] = OrderedDict()
 
 
 class RunGroup(Group):
@@ -48,18 +51,18 @@ class RunGroup(Group):
         self.n_entries = 0  # blocks of the group in the tier, also of runs that may not lose one now
 
     def push(self, run: Run, key: int) -> Waiting:
-        """-> where it waits; `del` it from there."""
+        """-> where it waits; `del` it from its `runs`."""
         waiting = self._by_key.get(key)
-        if waiting:
-            waiting[run] = None
-            if run.time_s >= next(iter(waiting)).time_s:
+        if waiting is None:
+            waiting = self._by_key[key] = Waiting(self)
+        runs = waiting.runs
+        if runs:
+            runs[run] = None
+            if run.time_s >= next(iter(runs)).time_s:
                 return waiting
-            waiting.move_to_end(run, last=False)
+            runs.move_to_end(run, last=False)
         else:
-            if waiting is None:
-                waiting = self._by_key[key] = Waiting()
-                waiting.group = self
-            waiting[run] = None
+            runs[run] = None
         heappush(self._heap, (self._table.index[key], run.time_s, key))
         if len(self._heap) > 2 * len(self._by_key) + HEAP_SLACK:  # (nobody asks while there is room)
             self._sort()
@@ -72,9 +75,9 @@ class RunGroup(Group):
         heap, by_key = self._heap, self._by_key
         while heap:
             worth, time_s, key = heap[0]
-            waiting = by_key[key]
-            if waiting:
-                run = next(iter(waiting))
+            runs = by_key[key].runs
+            if runs:
+                run = next(iter(runs))
                 if run.time_s <= time_s:
                     return run
                 heapreplace(heap, (worth, run.time_s, key))
@@ -86,13 +89,13 @@ class RunGroup(Group):
         """All that may lose a block, with their worth, the next first. Nothing may change meanwhile."""
         self._sort()
         for worth, runs in groupby(sorted(self._heap), key=itemgetter(0)):
-            alike = [self._by_key[key] for _, _, key in runs]
+            alike = [self._by_key[key].runs for _, _, key in runs]
             for run in alike[0] if len(alike) == 1 else merge(*alike, key=attrgetter("time_s")):
                 yield worth, run
 
     def _sort(self) -> None:
         self._version = self._table.version
-        self._by_key = {key: waiting for key, waiting in self._by_key.items() if waiting}
+        self._by_key = {key: waiting for key, waiting in self._by_key.items() if waiting.runs}
         index = self._table.index
-        self._heap = [(index[key], next(iter(waiting)).time_s, key) for key, waiting in self._by_key.items()]
+        self._heap = [(index[key], next(iter(waiting.runs)).time_s, key) for key, waiting in self._by_key.items()]
         heapify(self._heap)

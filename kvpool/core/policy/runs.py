@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from kvpool.core.block import Block
     from kvpool.core.policy.queues import Waiting
 
-DRAM, SSD = 0, 1
-IN_DRAM, IN_SSD, PARKED_DRAM, PARKED_SSD = 1, 2, 4, 8  # of Block.where
+DRAM: Final = 0
+SSD: Final = 1
+IN_DRAM: Final = 1  # of Block.where
+IN_SSD: Final = 2
+PARKED_DRAM: Final = 4
+PARKED_SSD: Final = 8
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
-IN: Final = (IN_DRAM, IN_SSD)
+IN: Final[tuple[int, ...]] = (IN_DRAM, IN_SSD)
 _KEY: Final = attrgetter("key")
 _DRAM_AND_PARKED: Final = IN_DRAM | PARKED_DRAM
-PARKED: Final = (PARKED_DRAM, PARKED_SSD)
+PARKED: Final[tuple[int, ...]] = (PARKED_DRAM, PARKED_SSD)
 
 
 class Request:
@@ -78,19 +82,19 @@ class Run:
         """It is of this class and age now."""
         waits = self.waits_dram
         if waits is not None:
-            del waits[self]
+            del waits.runs[self]
             self.waits_dram = waits.group.push(self, key)
         waits = self.waits_ssd
         if waits is not None:
-            del waits[self]
+            del waits.runs[self]
             self.waits_ssd = waits.group.push(self, key)
 
     def leave_queues(self) -> None:
         if self.waits_dram is not None:
-            del self.waits_dram[self]
+            del self.waits_dram.runs[self]
             self.waits_dram = None
         if self.waits_ssd is not None:
-            del self.waits_ssd[self]
+            del self.waits_ssd.runs[self]
             self.waits_ssd = None
 
     def ssd_end_of(self, n: int, deepest: Block) -> list[Block]:
