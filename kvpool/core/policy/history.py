@@ -4,7 +4,7 @@ Owns the arrays. Does not own what they mean for eviction (`hazard`), nor cached
 
     run (number 1..)    time, length, class and age, blocks left, end of its request, recent? .... 23 bytes
                         places in the queue by age, the queue of ghosts, the table of heads ....... 24 bytes
-    ghost               60 bits of the key's hash and its use count, the next deeper one .......... 12 bytes
+    ghost               58 bits of the key's hash and its use count, the next deeper one .......... 12 bytes
 
 A run is a stretch of one chain. Blocks leave it at its head (a later request takes them over) and become ghosts from its end,
 so its ghosts are the stretch below its cached blocks, and whoever comes down the chain meets their first one first: only that
@@ -21,8 +21,9 @@ from typing import Final
 from kvpool.core.policy.classes import EDGES_S, N_BINS
 
 USE_BITS: Final = 4
+PRINT_BITS: Final = 58  # with a use count less than 63: no big number where this is compiled
 USE_MASK: Final = (1 << USE_BITS) - 1
-PRINT_MASK: Final = (1 << 60) - 1
+PRINT_MASK: Final = (1 << PRINT_BITS) - 1
 HEADS_MIN: Final = 1024
 NEVER: Final = float("inf")
 ROUNDING: Final = 1e-9
@@ -259,7 +260,7 @@ class History:
 
     # --- ghosts ---------------------------------------------------------------------------------------------------------
 
-    def become_ghosts(self, no: int, prints: Sequence[int], uses: Sequence[int]) -> None:
+    def become_ghosts(self, no: int, prints: list[int], uses: Sequence[int]) -> None:
         """The run's deepest cached blocks left, in chain order; they are above the run's other ghosts."""
         head = self._head[no]
         if head:
@@ -272,8 +273,8 @@ class History:
         if short > 0:
             self._add_nodes(short)
         first = last = node = self._ghost_free  # (free ones are linked already)
-        for print60, n_uses in zip(prints, uses, strict=True):
-            column[node] = print60 << USE_BITS | n_uses
+        for i, print58 in enumerate(prints):
+            column[node] = print58 << USE_BITS | uses[i]
             last, node = node, following[node]
         self._ghost_free, following[last], self._head[no] = node, head, first
         self._list(no, prints[0])
@@ -286,14 +287,14 @@ class History:
         self._ghost_next.append(self._ghost_free)
         self._ghost_free = first
 
-    def find(self, print60: int) -> int:
+    def find(self, print58: int) -> int:
         """Number of the run whose first ghost this is, 0: none."""
         slots = self._slots
-        no = slots[print60 & (len(slots) - 1)]
+        no = slots[print58 & (len(slots) - 1)]
         if not no:
             return 0
         prints, head = self._ghost_print, self._head
-        while no and prints[head[no]] >> USE_BITS != print60:
+        while no and prints[head[no]] >> USE_BITS != print58:
             no = self._next_in_slot[no]
         return no
 
@@ -302,9 +303,9 @@ class History:
         node = self._head[no]
         column, following = self._ghost_print, self._ghost_next
         uses = bytearray()
-        for print60 in prints:
+        for print58 in prints:
             ghost = column[node] if node else 0
-            if not node or ghost >> USE_BITS != print60:
+            if not node or ghost >> USE_BITS != print58:
                 break
             uses.append(ghost & USE_MASK)
             node = following[node]
@@ -318,9 +319,9 @@ class History:
         first = last = node
         uses = bytearray()
         column, following = self._ghost_print, self._ghost_next
-        for print60 in prints:
+        for print58 in prints:
             ghost = column[node] if node else 0
-            if not node or ghost >> USE_BITS != print60:
+            if not node or ghost >> USE_BITS != print58:
                 break
             uses.append(ghost & USE_MASK)
             last, node = node, following[node]
@@ -355,10 +356,10 @@ class History:
         self._ghost_next[last], self._ghost_free = self._ghost_free, first
         self.n_ghosts -= n
 
-    def _list(self, no: int, print60: int) -> None:
+    def _list(self, no: int, print58: int) -> None:
         if self._n_heads > len(self._slots):
             self._grow()
-        slot = print60 & (len(self._slots) - 1)
+        slot = print58 & (len(self._slots) - 1)
         self._next_in_slot[no] = self._slots[slot]
         self._slots[slot] = no
         self._n_heads += 1

@@ -6,7 +6,6 @@ A family: a block knows its parent and its children that are in a tier of this w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvpool.core.policy.history import PRINT_MASK
@@ -25,7 +24,6 @@ PARKED_SSD: Final = 8
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
 IN: Final[tuple[int, ...]] = (IN_DRAM, IN_SSD)
-_KEY: Final = attrgetter("key")
 _DRAM_AND_PARKED: Final = IN_DRAM | PARKED_DRAM
 PARKED: Final[tuple[int, ...]] = (PARKED_DRAM, PARKED_SSD)
 
@@ -163,13 +161,13 @@ class Run:
 
 
 def fingerprint(block: Block) -> int:
-    """60 bits of the key. Two keys with the same ones would share a use count, no more."""
+    """58 bits of the key. Two keys with the same ones would share a use count, no more."""
     return hash(block.key) & PRINT_MASK
 
 
 def fingerprints(blocks: Iterable[Block]) -> list[int]:
     """Of each."""
-    return [hashed & PRINT_MASK for hashed in map(hash, map(_KEY, blocks))]
+    return [hash(block.key) & PRINT_MASK for block in blocks]
 
 
 def _deepest(members: list[Block | None], n: int, bit: int) -> tuple[Block, int]:
