@@ -382,18 +382,20 @@ class Hazard:
                 request.tail = run
             if one_tier:
                 for block in members:
-                    block.run = run  # type: ignore[union-attr]
+                    if block is not None:
+                        block.run = run
                 run.n_dram = end - start
                 deepest = members[-1]
-                if not deepest.n_dram_kids and not deepest.where & PARKED_DRAM:  # type: ignore[union-attr]
-                    run.waits_dram = cast("RunGroup", deepest.group).push(run, key)  # type: ignore[union-attr]
+                assert deepest is not None
+                if not deepest.n_dram_kids and not deepest.where & PARKED_DRAM:
+                    run.waits_dram = cast("RunGroup", deepest.group).push(run, key)
             else:
                 n_dram = n_ssd = 0
                 for block in members:
-                    block.run = run  # type: ignore[union-attr]
-                    where = block.where  # type: ignore[union-attr]
-                    n_dram += where & IN_DRAM
-                    n_ssd += where & IN_SSD
+                    if block is not None:
+                        block.run, where = run, block.where
+                        n_dram += where & IN_DRAM
+                        n_ssd += where & IN_SSD
                 run.n_dram, run.n_ssd = n_dram, n_ssd >> 1
                 self.consider(run)
             if is_tail:
@@ -449,8 +451,9 @@ class Hazard:
             run.n_dram -= k
         else:
             for block in members[at : at + k]:
-                run.n_dram -= block.where & IN_DRAM  # type: ignore[union-attr]
-                run.n_ssd -= (block.where & IN_SSD) >> 1  # type: ignore[union-attr]
+                if block is not None:
+                    run.n_dram -= block.where & IN_DRAM
+                    run.n_ssd -= (block.where & IN_SSD) >> 1
         if at + k == len(members):
             del members[at:], run.uses[at:]
         elif at:
