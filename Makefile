@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-mooncake demo test check proto reports chaos soak clean torch
+.PHONY: help setup setup-mooncake demo test test-compiled check proto reports chaos soak clean torch
 
 PYTHON ?= python3
 # `make test` runs this many tests at once: most wait for processes, so more than there are cores.
@@ -95,8 +95,20 @@ test-engines: $(ENGINES_SETUP) ## end-to-end tests with real engines
 demo-vllm: $(ENGINES_SETUP) ## two vLLM instances, one pool, a conversation
 	$(call timed,demo of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.demo)
 
-bench-policies: $(SETUP) ## hit rates of the eviction policies as parts of the optimum, and their cost
-	$(call timed,policies,$(BIN)/python -m tests.bench.policies $(ARGS))
+# As pip builds it: the eviction policies compiled (setup.py). In the checkout they stay Python, so that an edit counts at once.
+COMPILED := build/compiled
+$(COMPILED)/.stamp: $(SETUP) setup.py $(shell find kvpool -name '*.py')
+	$(call timed,build the package,rm -rf build/lib* build/temp* $(COMPILED) && $(BIN)/python -m pip install --quiet --no-deps --target $(COMPILED) .)
+	@touch $@
+
+test-compiled: $(COMPILED)/.stamp ## tests of the policies as pip builds them
+	@echo "== tests of the package as built: policies $$(ls $(COMPILED)/kvpool/core/policy/hazard.*.so >/dev/null 2>&1 && echo compiled || echo 'not compiled: no C compiler?')"
+	@$(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -p no:cacheprovider -o pythonpath="$(COMPILED) . clients/pd_proxy" \
+		tests/unit/test_policy.py tests/unit/test_rival.py tests/unit/test_queued.py tests/unit/test_blocks.py tests/unit/test_keeping.py \
+		tests/property/test_blocks_machine.py tests/property/test_queued_machine.py $(ARGS)
+
+bench-policies: $(COMPILED)/.stamp ## hit rates of the eviction policies as parts of the optimum, and their cost
+	$(call timed,policies,PYTHONPATH=$(COMPILED):. $(BIN)/python -P -m tests.bench.policies $(ARGS))
 
 bench-vllm: $(ENGINES_SETUP) ## throughput of vLLM with an empty pool against none
 	$(call timed,throughput of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.throughput)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvpool.core.policy import hazard
 from kvpool.core.policy.eviction import EvictionPolicy
 from kvpool.core.policy.queued import QUEUED
 from kvpool.sim.optimum import optimum_hits
@@ -204,7 +205,9 @@ def main() -> int:
                         f"  us a block {ours['us_per_block']}",
                         flush=True,
                     )
-    print(json.dumps({"machine": {"python": platform.python_version(), "cpus": os.cpu_count()}, "rows": rows}))
+    print(json.dumps({"machine": {
+        "python": platform.python_version(), "cpus": os.cpu_count(), "compiled": not hazard.__file__.endswith(".py"),
+    }, "rows": rows}))
     return 0 if all(found["reached"] for found in rows) else 1
 
 

@@ -179,6 +179,12 @@ def test_generated_code_has_what_the_protos_say() -> None:
     assert calls == set(master_pb2.DESCRIPTOR.services_by_name["Master"].methods_by_name)
 
 
+def test_no_compiled_module_is_older_than_its_source() -> None:
+    """Python takes the compiled one, so an edit would change nothing: build again with KVPOOL_COMPILE=1, or delete it."""
+    compiled = [(path, path.with_name(path.name.split(".")[0] + ".py")) for path in PACKAGE.rglob("*.so")]
+    assert not [path.name for path, source in compiled if path.stat().st_mtime < source.stat().st_mtime]
+
+
 def test_each_dependency_is_named_in_the_readme() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -188,7 +188,10 @@ class HazardTier:
 
     def retire(self, entries: Sequence[Entry]) -> None:
         brain, tier = self._brain, self._tier
-        blocks = cast("list[Block]", list(entries)) if tier == DRAM else [entry.block for entry in cast("Sequence[SsdCopy]", entries)]
+        if tier == DRAM:
+            blocks = cast("list[Block]", list(entries))
+        else:
+            blocks = [entry.block for entry in cast("Sequence[SsdCopy]", entries)]
         if not blocks:
             return
         run = blocks[0].run

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -28,7 +28,7 @@ REQUESTS_KEPT: Final = 64  # whose mean distance in time counts
 _MAGIC: Final = b"KVLT\x02"
 _HEAD: Final = struct.Struct("<5sHHQ")  # magic, classes, bins, xxh3-64 of the rest
 
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Floats: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 class LifeTable:

@@ -15,8 +15,9 @@ from enum import IntEnum
 from typing import Final
 
 DECAY: Final = 0.97  # of what was compared, at a refresh
-MARGINS: Final = (0.01, 0.02)  # of LRU's hits that it must be ahead by: with one tier, with two (LRU has fewer from DRAM)
-STAY_MIN, STAY_MAX = 32, 1024  # refreshes in a mode before it is given up
+MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by: with one tier, with two (LRU has fewer from DRAM)
+STAY_MIN: Final = 32  # refreshes in a mode before it is given up,
+STAY_MAX: Final = 1024  # and at most
 TURNS: Final = 4  # times what is cached must have been used or stored then; half of it goes by without judgement
 
 
@@ -30,10 +31,12 @@ class Rival:
     """`hits`, `lru_hits`, `blocks`: counted since the last time `judge` was asked: hits, what LRU would have had of the same
     requests, and blocks used or stored."""
 
-    __slots__ = ("_ahead", "_deaf", "_left", "_lru", "_squares", "_stay", "blocks", "hits", "lru_hits", "mode")
+    __slots__ = ("_ahead", "_deaf", "_left", "_lru", "_squares", "_stay", "all_hits", "all_lru_hits", "blocks", "hits",
+                 "lru_hits", "mode")  # fmt: skip
 
     def __init__(self) -> None:
         self.hits = self.lru_hits = self.blocks = 0
+        self.all_hits = self.all_lru_hits = 0  # of all times, up to the latest refresh
         self.mode = Mode.LEARNED
         self._stay = STAY_MIN
         self._left = self._deaf = (0, 0)  # refreshes and blocks: until a step back, until LRU's lead counts
@@ -42,6 +45,8 @@ class Rival:
     def judge(self, n_cached: int, *, two_tiers: bool) -> Mode:
         """Once a refresh. n_cached: copies in all tiers."""
         ahead, lru, blocks = self.lru_hits - self.hits, self.lru_hits, self.blocks
+        self.all_hits += self.hits
+        self.all_lru_hits += lru
         self.hits = self.lru_hits = self.blocks = 0
         self._left = self._left[0] - 1, self._left[1] - blocks
         self._deaf = self._deaf[0] - 1, self._deaf[1] - blocks
