@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvpool.core.policy.rival import Mode
 from kvpool.errors import ConfigError
 from kvpool.obs.http import ImpatientProtocol
 from kvpool.obs.metrics import CONTENT_TYPE, Kind, Metric, expose, gauge
@@ -36,7 +37,7 @@ HEADER_BYTES_MAX: Final = 16 << 10
 
 def metrics_of(node: Node, plane: DataPlane, agent: Agent | None) -> list[Metric]:
     """All metrics of one worker, now. Any thread."""
-    return [*_tiers(node), *_blocks(node), *_scrub(node), *_plane(node, plane), *_session(node, agent)]
+    return [*_tiers(node), *_blocks(node), *_policy(node), *_scrub(node), *_plane(node, plane), *_session(node, agent)]
 
 
 def _tiers(node: Node) -> Iterator[Metric]:
@@ -84,6 +85,19 @@ def _blocks(node: Node) -> Iterator[Metric]:
     yield Metric("kvpool_namespace_used_bytes", Kind.GAUGE, "bytes that a namespace with a quota takes", labels, used)
     yield Metric("kvpool_namespace_quota_bytes", Kind.GAUGE, "this worker's part of its quota", labels, quota)
     yield gauge("kvpool_reports_pending", "changed blocks that the master has not been told of", pending)
+
+
+def _policy(node: Node) -> Iterator[Metric]:
+    if node.learned is None:
+        return
+    with node.lock:
+        rival = node.learned.policy.rival
+        hits, lru_hits, mode = rival.all_hits + rival.hits, rival.all_lru_hits + rival.lru_hits, rival.mode
+    text = "blocks that were here when they were used, and those that would have been had the policy been lru"
+    by_policy: dict[tuple[str, ...], float] = {("hazard",): hits, ("lru",): lru_hits}
+    yield Metric("kvpool_policy_hits", Kind.COUNTER, text, ("policy",), by_policy)
+    modes: dict[tuple[str, ...], float] = {(one.name.lower(),): float(one is mode) for one in Mode}
+    yield Metric("kvpool_policy_mode", Kind.GAUGE, "1 for how the learned policy orders blocks now", ("mode",), modes)
 
 
 def _scrub(node: Node) -> Iterator[Metric]:

@@ -1,8 +1,9 @@
-"""What the learned policy keeps over a restart of its worker."""
+"""What the learned policy keeps over a restart of its worker, and what the worker says of it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,12 @@ from kvpool.core.policy.classes import first_key
 from kvpool.core.policy.hazard import Hazard
 from kvpool.errors import ConfigError
 from kvpool.worker.learned import FILE_NAME, ClockFile, Learned
+from tests.support.cluster import Cluster
+from tests.support.keyed import keyspace, put, read
+from tests.support.observe import metrics
+from tests.support.s0 import UNIT
+
+MakeCluster = Callable[..., Cluster]
 
 
 def taught(directory: Path) -> Learned:
@@ -45,6 +52,18 @@ def test_a_replay_gives_the_policy_the_time_of_its_trace(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=r"policy_clock: .*" + wrong):
             Learned(tmp_path, clock=str(tmp_path / wrong) if wrong != "." else str(tmp_path))
     assert (tmp_path / "notes").read_text() == "precious words"
+
+
+def test_a_worker_says_what_its_policy_hit_and_lru_would_have(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(dram=str(64 * UNIT))
+    ns = keyspace(cluster.connect(), "n", UNIT)
+    for key in "abcd":
+        put(ns, key, UNIT)
+    for _ in range(3):
+        assert read(ns, "a") == read(ns, "b") == 1
+    found = metrics(cluster.worker())
+    assert found['kvpool_policy_hits_total{policy="hazard"}'] == found['kvpool_policy_hits_total{policy="lru"}'] == 6
+    assert found['kvpool_policy_mode{mode="learned"}'] == 1 and found['kvpool_policy_mode{mode="recent"}'] == 0
 
 
 def test_nothing_new_is_not_written_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Final
 
 DECAY: Final = 0.97  # of what was compared, at a refresh
-MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by: with one tier, with two (LRU has fewer from DRAM)
+MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by, with one tier and with two
 STAY_MIN: Final = 32  # refreshes in a mode before it is given up,
 STAY_MAX: Final = 1024  # and at most
 TURNS: Final = 4  # times what is cached must have been used or stored then; half of it goes by without judgement
