@@ -130,7 +130,9 @@ class Hazard:
         if request is None:
             request = self._requests[tick] = Request(tick)
             if len(self._requests) > REQUESTS_MAX:
-                self._requests.popitem(last=False)
+                _, oldest = self._requests.popitem(last=False)
+                if oldest.waiting is not None:
+                    self._refuse(oldest.waiting[0], oldest, is_tail=False)
             self._n_requests += 1
             request.number = self._n_requests
             self._advance(self._began_s + STEP_S)
@@ -195,6 +197,10 @@ class Hazard:
             request.gap = gap
             self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
+        if n:
+            last = blocks[n - 1]
+            if last is not None and last.rank >= request.here:
+                request.here = last.rank + 1
 
     @staticmethod
     def _may_follow(part: Sequence[Block | None], last: Block, block: Block, k: int) -> bool:
@@ -213,12 +219,16 @@ class Hazard:
         self._reaches(blocks[-1].rank + 1, request)
         if [*map(_UP, blocks[1:])] == blocks[:-1]:
             self._stored_chain(blocks, request, tail=goes_on)
-            return
-        start = 0
-        for i in range(1, len(blocks) + 1):
-            if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
-                self._stored_chain(blocks[start:i], request, tail=goes_on and i == len(blocks))
-                start = i
+        else:
+            start = 0
+            for i in range(1, len(blocks) + 1):
+                if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
+                    self._stored_chain(blocks[start:i], request, tail=goes_on and i == len(blocks))
+                    start = i
+        request.here = max(request.here, blocks[-1].rank + 1)
+        if request.waiting is not None and request.here >= request.waiting[0][0].rank:
+            (waiting, is_tail), request.waiting = request.waiting, None
+            self._refuse(waiting, request, is_tail=is_tail)
 
     def _stored_chain(self, blocks: list[Block], request: Request, *, tail: bool) -> None:
         uses = self._arrive(blocks, request)
@@ -281,11 +291,17 @@ class Hazard:
         if start <= blocks[0].rank < end:  # asked again
             return
         request.refused = (blocks[0].rank, blocks[-1].rank + 1)
-        prints = fingerprints(blocks)
-        uses = self._arrive(blocks, request)
         is_tail = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
-        buckets, reached, history = bytes(uses.translate(USE_BUCKETS)), self.table.reached, self.history
+        if request.here < blocks[0].rank:  # (ghosts are found from their first: when those above are stored)
+            request.waiting = (blocks, is_tail)
+        else:
+            self._refuse(blocks, request, is_tail=is_tail)
+
+    def _refuse(self, blocks: list[Block], request: Request, *, is_tail: bool) -> None:
+        history, prints = self.history, fingerprints(blocks)
+        uses = self._arrive(blocks, request)
+        buckets, reached = bytes(uses.translate(USE_BUCKETS)), self.table.reached
         base = first_key(0, int(is_tail), new_bucket(request.new), request.gap)
         end = len(blocks)
         above = history.latest(self.now_s) if request.number == self._n_requests else 0

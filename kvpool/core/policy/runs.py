@@ -31,7 +31,7 @@ PARKED: Final[tuple[int, ...]] = (PARKED_DRAM, PARKED_SSD)
 class Request:
     """What is known of a request under way: its batches have one tick."""
 
-    __slots__ = ("classed", "end", "gap", "new", "number", "refused", "runs", "tail", "tick")
+    __slots__ = ("classed", "end", "gap", "here", "new", "number", "refused", "runs", "tail", "tick", "waiting")
 
     def __init__(self, tick: int) -> None:
         self.tick = tick
@@ -42,6 +42,8 @@ class Request:
         self.end = 0  # rank behind its last block
         self.runs: dict[Run, None] = {}  # those of its blocks that are cached
         self.tail: Run | None = None  # the one that is classed as its end
+        self.here = 0  # rank behind the last that was used or stored
+        self.waiting: tuple[list[Block], bool] | None = None  # refused, when those above them are stored; whether its end
         self.refused = (0, 0)  # ranks of its blocks that were not stored, from and to: asked again they are no use
 
 
