@@ -64,6 +64,9 @@ class Room:
         would lose them. limit: only what is colder than this order is lost (of whole extents: the class's coldest is). Evicted
         may be more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was
         evicted."""
+        evicted = self._evict_spares(group, need, spare_tick)
+        if evicted:
+            return evicted, []
         donor = self._older_donor(group, now)
         self._turn += DONORS_MAX
         looks = [EXTENTS_MAX]
@@ -87,6 +90,8 @@ class Room:
     def could_make(self, group: Group, *, now: int, spare_tick: int, limit: float) -> bool:
         """Whether `make` would find something to evict, as far as one look tells."""
         policy = self._policy
+        if policy.spares(group, 1):
+            return True
         entry = policy.victim(group)
         while entry is not None and self._may_leave(entry, spare_tick) is Leave.BUSY:
             self._park(entry)
@@ -127,19 +132,7 @@ class Room:
                 if policy.order_of(entry) <= limit:
                     break
             if leave is Leave.YES:
-                n = 1
-                alike = self._survives(entry, spare_tick)
-                while (
-                    n < len(entries)
-                    and self._may_leave(entries[n], spare_tick) is Leave.YES
-                    and self._survives(entries[n], spare_tick) is alike
-                ):
-                    n += 1
-                if n == 1:
-                    self._evict(entry)
-                else:
-                    self._evict_many(entries[:n])
-                evicted += n
+                evicted += self._evict_alike(entries, spare_tick)
             elif leave is Leave.BUSY:
                 self._park(entry)
             elif not policy.by_recency:
@@ -154,6 +147,39 @@ class Room:
         for entry in reversed(aside):
             policy.unpark(entry)
         return evicted, aside
+
+    def _evict_alike(self, entries: Sequence[Entry], spare_tick: int) -> int:
+        """The first, and those behind it that may leave and survive it as it does. -> how many."""
+        n, alike = 1, self._survives(entries[0], spare_tick)
+        while (
+            n < len(entries)
+            and self._may_leave(entries[n], spare_tick) is Leave.YES
+            and self._survives(entries[n], spare_tick) is alike
+        ):
+            n += 1
+        if n == 1:
+            self._evict(entries[0])
+        else:
+            self._evict_many(entries[:n])
+        return n
+
+    def _evict_spares(self, group: Group, need: int, spare_tick: int) -> int:
+        """Copies that nothing is lost with, where the policy names some. -> how many."""
+        policy = self._policy
+        kept: list[Entry] = []
+        evicted = 0
+        while evicted < need and (entries := policy.spares(group, need - evicted)):
+            leave = self._may_leave(entries[0], spare_tick)
+            if leave is Leave.YES and self._survives(entries[0], spare_tick):
+                evicted += self._evict_alike(entries, spare_tick)
+            elif leave is Leave.BUSY:
+                self._park(entries[0])
+            else:
+                policy.park(entries[0])
+                kept.append(entries[0])
+        for entry in reversed(kept):
+            policy.unpark(entry)
+        return evicted
 
     def _tail(self, group: Group) -> float:
         """Order of its coldest entry; NO_LIMIT: it has none."""

@@ -58,7 +58,8 @@ def build_node(settings: WorkerSettings) -> Node:
         undo.callback(dram.close)
         reporter = Reporter()
         clear_unfinished(settings.data_dir)
-        learned = Learned(settings.data_dir, clock=settings.policy_clock) if settings.policy == "hazard" else None
+        worn = bool(settings.ssd_admission == "second_use" or settings.ssd_write_bytes_per_s or settings.ssd_write_bytes_per_day)
+        learned = Learned(settings.data_dir, clock=settings.policy_clock, lean=not worn) if settings.policy == "hazard" else None
         table = BlockTable(
             dram=slots,
             ssd=None if place is None else _ssd_slots(place.size_bytes),

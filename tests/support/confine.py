@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kvpool
 from tests.support.waiting import wait_until
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -65,9 +66,11 @@ def throttle(group: Path, directory: Path, *, read: int = 0, write: int = 0) -> 
 
 
 def forget_modules() -> None:
-    """What Python imports next comes from the disk: the compiled modules of the library and of all packages leave the cache."""
-    for root in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}:
-        for path in Path(root).rglob("*.pyc"):
+    """What Python imports next comes from the disk: the compiled modules of the library, of all packages and of kvpool leave the
+    page cache."""
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    for root in roots | {Path(kvpool.__file__).parent}:
+        for path in root.rglob("*.pyc"):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -125,8 +125,12 @@ class EvictionPolicy(Protocol):
         """`victim`, and up to n - 1 that would follow it and have its tick and order."""
         ...
 
+    def spares(self, group: Group, n: int) -> Sequence[Entry]:
+        """Up to n entries, alike as `victims`, that should leave before any victim where their blocks are in another tier too."""
+        ...
+
     def retire(self, entries: Sequence[Entry]) -> None:
-        """The first so many of `victims` leave, in their order: `remove` of each."""
+        """The first so many of `victims` or `spares` leave, in their order: `remove` of each."""
         ...
 
     def coldest(self, group: Group, n: int) -> list[Entry]:
@@ -291,6 +295,10 @@ class Lru:
         del n
         victim = self.victim(group)
         return () if victim is None else (victim,)
+
+    def spares(self, group: Group, n: int) -> Sequence[Entry]:
+        del group, n
+        return ()
 
     def retire(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -72,9 +72,11 @@ _GROUP: Final = attrgetter("group")
 class Hazard:
     """The learned policy of one worker, all tiers. Not thread-safe: under the owner's lock."""
 
-    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
-        """clock: the time in ms that ages go by, instead of what `at` is told (of a trace that is replayed)."""
+    def __init__(self, *, clock: Callable[[], float] | None = None, lean: bool = True) -> None:
+        """clock: the time in ms that ages go by, instead of what `at` is told (of a trace that is replayed). lean: it may give up
+        second copies, which are written again one day."""
         self._clock = clock
+        self._may_be_lean = lean
         self.table = LifeTable()
         self.history = History()
         self.rival = Rival()
@@ -148,7 +150,7 @@ class Hazard:
         mode = self.rival.judge(self.n_copies, two_tiers=len(self.tiers) > 1)
         self.table.refresh(by_time=mode is Mode.RECENT)
         for tier in self.tiers:
-            tier.lean = mode > Mode.LEARNED
+            tier.lean = self._may_be_lean and mode > Mode.LEARNED
 
 
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
@@ -186,9 +188,10 @@ class Hazard:
                     uses += run.uses[at : at + k]
                     gap = self._gap(run.no, part[-1].rank + 1)  # type: ignore[union-attr]
                     self._count_use(run.no, k)
-                    rival.hits += k
                     rival.blocks += k
-                    rival.lru_hits += self.history.lru_hits(run.no, k)
+                    if block.space.share is None:
+                        rival.hits += k
+                        rival.lru_hits += self.history.lru_hits(run.no, k)
                     self._take_from(run, at, k)
                 i += k
         if self._has_begun:
@@ -243,7 +246,8 @@ class Hazard:
             request.gap = self._gap(no, -1)
             n_lru = history.lru_hits(no, len(blocks) - known)
             taken = history.take(no, map(fingerprint, blocks[known:]))
-            self.rival.lru_hits += min(n_lru, len(taken))
+            if blocks[0].space.share is None:  # (what LRU would have in a quota is not known)
+                self.rival.lru_hits += min(n_lru, len(taken))
             self._count_use(no, len(taken))
             uses += taken
             known += len(taken)
@@ -304,7 +308,7 @@ class Hazard:
         buckets, reached = bytes(uses.translate(USE_BUCKETS)), self.table.reached
         base = first_key(0, int(is_tail), new_bucket(request.new), request.gap)
         end = len(blocks)
-        above = history.latest(self.now_s) if request.number == self._n_requests else 0
+        above = history.latest if request.number == self._n_requests else 0
         while end:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))
             key = base + buckets[end - 1] * USE_STEP
@@ -378,7 +382,9 @@ class Hazard:
         buckets = bytes(uses.translate(USE_BUCKETS))
         of_request = first_key(0, int(tail), new_bucket(request.new), request.gap)
         reached, history, now_s = self.table.reached, self.history, self.now_s
-        above = history.latest(now_s) if request.number == self._n_requests else 0
+        above = history.latest if request.number == self._n_requests else 0
+        if above:
+            now_s = history.time_s[above]
         is_tail, one_tier = tail, len(self.tiers) == 1
         while end:
             start = end - 1 if is_tail else len(buckets[:end].rstrip(buckets[end - 1 : end]))

@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, cast
 
+from kvpool.core.namespaces import WritePolicy
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_DRAM, IN_SSD, PARKED, PARKED_SSD, SSD, is_parent, link
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_SSD, PARKED, PARKED_SSD, SSD, TWICE, is_parent, link
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block, SsdCopy
@@ -84,8 +85,10 @@ class HazardTier:
                     brain.consider(up.run)
             else:
                 if tier == DRAM:
-                    if where & (IN_SSD | PARKED_SSD) == IN_SSD:
-                        self._ssd_group(block).twice[block] = None
+                    if where & IN_SSD and block.space.spec.write_policy is not WritePolicy.THROUGH:
+                        block.where |= TWICE
+                        if not where & PARKED_SSD:
+                            self._ssd_group(block).twice[block] = None
                     run.joined_dram(block)
                     brain.consider(run)
                     if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:
@@ -125,14 +128,14 @@ class HazardTier:
         where = block.where
         if not where & self._in:
             return
-        where = block.where = where & ~(self._in | self._parked)
+        if where & TWICE:
+            self._ssd_group(block).twice.pop(block, None)
+        where = block.where = where & ~(self._in | self._parked | TWICE)
         group: RunGroup = entry.group  # type: ignore[assignment]
         group.n_entries -= 1
         brain.n_copies -= 1
         run = block.run
         assert run is not None
-        if where & IN_SSD or tier == SSD:
-            self._ssd_group(block).twice.pop(block, None)
         if tier == DRAM:
             run.n_dram -= 1
         else:
@@ -156,19 +159,13 @@ class HazardTier:
             brain.consider_ssd(above)
 
     def victim(self, group: Group) -> Entry | None:
-        runs = cast(RunGroup, group)
-        if self.lean and runs.twice:
-            return next(reversed(runs.twice)).ssd_copy
-        run = runs.first()
+        run = cast(RunGroup, group).first()
         if run is None:
             return None
         return run.deepest_in_dram() if self._tier == DRAM else run.deepest_on_ssd().ssd_copy
 
     def victims(self, group: Group, n: int) -> Sequence[Entry]:
-        runs = cast(RunGroup, group)
-        if self.lean and runs.twice:
-            return self._second_copies(runs, n)
-        run = runs.first()
+        run = cast(RunGroup, group).first()
         if run is None:
             return ()
         if self._tier == DRAM:
@@ -179,10 +176,12 @@ class HazardTier:
             return (cast("Entry", deepest.ssd_copy),)
         return [cast("Entry", block.ssd_copy) for block in run.ssd_end_of(n, deepest)]
 
-    @staticmethod
-    def _second_copies(group: RunGroup, n: int) -> list[Entry]:
-        """Copies here of blocks of one run that are in DRAM too, those that came there last first: they stay there longest."""
-        blocks = list(islice(reversed(group.twice), n))
+    def spares(self, group: Group, n: int) -> Sequence[Entry]:
+        """Lean: copies of blocks of one run that are in DRAM too, those that came there last first: they stay there longest."""
+        twice = cast(RunGroup, group).twice
+        if not self.lean or not twice:
+            return ()
+        blocks = list(islice(reversed(twice), n))
         run = blocks[0].run
         return [cast("Entry", block.ssd_copy) for block in takewhile(lambda block: block.run is run, blocks)]
 
@@ -211,7 +210,7 @@ class HazardTier:
             brain.n_cached -= n
             brain.retire(blocks, tier)
             return
-        here = ~(self._in | self._parked)
+        here = ~(self._in | self._parked | TWICE)
         twice = self._ssd_group(blocks[0]).twice
         for block in blocks:
             block.where &= here
@@ -308,7 +307,7 @@ class HazardTier:
         block = self._block(entry)
         if block.where & (self._in | self._parked) == self._in:
             block.where |= self._parked
-            if self._tier == SSD:
+            if self._tier == SSD and block.where & TWICE:
                 self._ssd_group(block).twice.pop(block, None)
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
@@ -319,14 +318,15 @@ class HazardTier:
         block = self._block(entry)
         if block.where & self._parked:
             block.where &= ~self._parked
-            if self._tier == SSD and block.where & IN_DRAM:
+            if self._tier == SSD and block.where & TWICE:
                 self._ssd_group(block).twice[block] = None
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
     def check(self) -> None:
         for group in self._groups.values():
             for block in group.twice:
-                assert block.where & (IN_ANY | PARKED_SSD) == IN_ANY and self._ssd_group(block) is group, "no second copy"
+                assert block.where & (IN_ANY | PARKED_SSD | TWICE) == IN_ANY | TWICE, "no second copy"
+                assert self._ssd_group(block) is group
         self._brain.check()
 
     @staticmethod

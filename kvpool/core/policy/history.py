@@ -82,7 +82,7 @@ class History:
         self._oldest_recent = 0  # the first of these
         self._n_recent = 0  # blocks of all these
         self._n_lru = 0  # how many LRU has
-        self._latest = 0  # the first in time of those of the latest request, 0: it has none yet
+        self.latest = 0  # the first in time of those of the latest request, 0: it has none yet
         self.soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
         self._fading = _Queue()
         self._head = array("I", [0])  # its first ghost, 0: none
@@ -98,14 +98,12 @@ class History:
 
     # --- runs -----------------------------------------------------------------------------------------------------------
 
-    def latest(self, now_s: float) -> int:
-        """The first run of the latest request, when it was made at this very time. 0: none was."""
-        no = self._latest
-        return no if self.time_s[no] == now_s else 0
-
     def add(self, now_s: float, length: int, key: int, end: int, before: int = 0) -> int:
-        """A new run of age bin 0. before: the `latest` of its request that is above it in their chain. -> its number."""
+        """A new run of age bin 0. before: 0, or what is `latest`: the run is of its request, of its time, and older for LRU, as
+        what is deeper in a chain. -> its number."""
         self.n_runs += 1
+        if before:
+            now_s = self.time_s[before]
         if self._free:
             no = self._free.pop()
             self.time_s[no] = now_s
@@ -134,8 +132,8 @@ class History:
                 if oldest[age] != before:
                     break
                 oldest[age] = no
-        if self._latest == before:
-            self._latest = no
+        if self.latest == before:
+            self.latest = no
         if self._oldest_recent == before:
             self._oldest_recent = no
         return no
@@ -143,7 +141,7 @@ class History:
     def next_request(self, n_lru: int) -> None:
         """Runs that are added from now on are another request's. n_lru: blocks that LRU would have by now."""
         self._n_lru = n_lru
-        self._latest = 0
+        self.latest = 0
         no, left, after = self._oldest_recent, self.left, self._in_time.after
         while no and self._n_recent - left[no] >= n_lru:
             self._n_recent -= left[no]
@@ -196,8 +194,8 @@ class History:
             if oldest[age] != no:
                 break
             oldest[age] = self._in_time.after[no]
-        if self._latest == no:
-            self._latest = self._in_time.after[no]
+        if self.latest == no:
+            self.latest = self._in_time.after[no]
         if self._oldest_recent == no:
             self._oldest_recent = self._in_time.after[no]
         self._in_time.remove(no)
@@ -208,7 +206,7 @@ class History:
         """The latest request used what it found: all runs of earlier ones are out of the first age bin. As `age`."""
         moved: list[int] = []
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
-        no, end = oldest[0], self._latest
+        no, end = oldest[0], self.latest
         while no != end:
             time_s, key, following, age = times[no], keys[no], after[no], 1
             part = self.left[no] / self.length[no]

@@ -153,6 +153,10 @@ class QueuedTier:
         victim = self.victim(group)
         return () if victim is None else (victim,)
 
+    def spares(self, group: Group, n: int) -> Sequence[Entry]:
+        del group, n
+        return ()
+
     def retire(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self.remove(entry)

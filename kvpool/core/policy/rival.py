@@ -2,8 +2,8 @@
 
 No order is best everywhere; one learned from how long runs waited is wrong where that changes faster than it learns. What LRU
 would have had is known for each run without a second cache (`history.lru_hits`), so hits are compared all the time, and where LRU
-is ahead the policy goes its way. Owns the comparison and the mode; what a mode means is up to `hazard`, `hazard_tier` and
-`lifetable`.
+is ahead the policy goes its way. It is an LRU of blocks that knows no pins, sizes and second copies; namespaces with a quota are
+not compared. Owns the comparison and the mode; what a mode means is up to `hazard`, `hazard_tier` and `lifetable`.
 
     LEARNED ──LRU is ahead──▶ LEAN (two tiers) ──still──▶ RECENT      when LRU is ahead again soon after a step back,
        ▲────────after a while─────┘   ▲──after a while──────┘         the next while is twice as long
@@ -18,6 +18,7 @@ DECAY: Final = 0.97  # of what was compared, at a refresh
 MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by, with one tier and with two
 STAY_MIN: Final = 32  # refreshes in a mode before it is given up,
 STAY_MAX: Final = 1024  # and at most
+BIAS_DECAY: Final = 0.999  # a refresh
 TURNS: Final = 4  # times what is cached must have been used or stored then; half of it goes by without judgement
 
 
@@ -31,8 +32,8 @@ class Rival:
     """`hits`, `lru_hits`, `blocks`: counted since the last time `judge` was asked: hits, what LRU would have had of the same
     requests, and blocks used or stored."""
 
-    __slots__ = ("_ahead", "_deaf", "_left", "_lru", "_squares", "_stay", "all_hits", "all_lru_hits", "blocks", "hits",
-                 "lru_hits", "mode")  # fmt: skip
+    __slots__ = ("_ahead", "_bias", "_deaf", "_left", "_lru", "_squares", "_stay", "_was_back", "all_hits", "all_lru_hits",
+                 "blocks", "hits", "lru_hits", "mode")  # fmt: skip
 
     def __init__(self) -> None:
         self.hits = self.lru_hits = self.blocks = 0
@@ -40,6 +41,8 @@ class Rival:
         self.mode = Mode.LEARNED
         self._stay = STAY_MIN
         self._left = self._deaf = (0, 0)  # refreshes and blocks: until a step back, until LRU's lead counts
+        self._was_back = False  # the mode before this one was a further one
+        self._bias = 0.0  # LRU's lead over itself, a part of its hits: what is not known of it (its second copies, say)
         self._ahead = self._squares = self._lru = 0.0  # LRU's lead, the sum of its squares (how far chance goes), LRU's hits
 
     def judge(self, n_cached: int, *, two_tiers: bool) -> Mode:
@@ -55,16 +58,21 @@ class Rival:
         self._ahead = self._ahead * DECAY + ahead
         self._squares = self._squares * DECAY * DECAY + ahead * ahead
         self._lru = self._lru * DECAY + lru
-        if self._ahead > MARGINS[two_tiers] * self._lru and self._ahead > self._squares**0.5:
-            if self.mode < Mode.RECENT:
-                if self.mode is Mode.LEARNED and max(self._left) > 0:
-                    self._stay = min(2 * self._stay, STAY_MAX)
-                self._enter(Mode.LEAN if two_tiers and self.mode is Mode.LEARNED else Mode.RECENT, n_cached)
+        self._bias *= BIAS_DECAY
+        ahead_by = self._ahead - self._bias * self._lru
+        if self.mode < Mode.RECENT and ahead_by > MARGINS[two_tiers] * self._lru and ahead_by > self._squares**0.5:
+            if self._was_back and max(self._left) > 0:
+                self._stay = min(2 * self._stay, STAY_MAX)
+            self._was_back = False
+            self._enter(Mode.LEAN if two_tiers and self.mode is Mode.LEARNED else Mode.RECENT, n_cached)
         elif max(self._left) <= 0:
-            if self.mode > Mode.LEARNED:
-                self._enter(Mode.LEAN if two_tiers and self.mode is Mode.RECENT else Mode.LEARNED, n_cached)
-            else:
-                self._stay = STAY_MIN
+            if self.mode is Mode.LEARNED:
+                self._stay, self._was_back = STAY_MIN, False
+                return self.mode
+            if self.mode is Mode.RECENT:
+                self._bias = max(0.0, self._ahead / self._lru) if self._lru else 0.0
+            self._was_back = True
+            self._enter(Mode.LEAN if two_tiers and self.mode is Mode.RECENT else Mode.LEARNED, n_cached)
         return self.mode
 
     def _enter(self, mode: Mode, n_cached: int) -> None:

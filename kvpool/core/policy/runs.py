@@ -21,6 +21,7 @@ IN_DRAM: Final = 1  # of Block.where
 IN_SSD: Final = 2
 PARKED_DRAM: Final = 4
 PARKED_SSD: Final = 8
+TWICE: Final = 16  # it came to DRAM while it was on SSD, and is in both
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
 IN: Final[tuple[int, ...]] = (IN_DRAM, IN_SSD)
