@@ -63,8 +63,8 @@ class Learned:
     """The policy and its file. One thread at a time."""
 
     def __init__(self, directory: Path, *, clock: str = "", lean: bool = True) -> None:
-        """Reads what an earlier process saved. clock: a `ClockFile` to go by; empty: the time. lean: `Hazard`'s. ConfigError: that
-        is no clock."""
+        """Reads what an earlier process saved. clock: a `ClockFile` to go by; empty: the time. lean: `Hazard`'s. ConfigError: not
+        a clock."""
         self.policy = Hazard(clock=ClockFile(Path(clock)).now_ms if clock else None, lean=lean)
         self._path = directory / FILE_NAME
         self._due_s = time.monotonic() + SAVE_S

@@ -152,7 +152,6 @@ class Hazard:
         for tier in self.tiers:
             tier.lean = self._may_be_lean and mode > Mode.LEARNED
 
-
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
         """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
         request, rival = self._request(tick), self.rival
