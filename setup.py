@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-POLICIES = "classes eviction hazard hazard_tier history lifetable lines queued queued_tier queues rival runs"
+POLICIES = "admission classes eviction hazard hazard_tier history lifetable lines queued queued_tier queues rival runs"
 TABLE = "block blocks copies gone holding holds keeping keys movement pins quota retention room slots"
 COMPILED = [*(f"kvpool/core/{name}.py" for name in TABLE.split()), *(f"kvpool/core/policy/{name}.py" for name in POLICIES.split())]
 # No configuration of mypy's: its plugins are not where pip builds, nor are kvpool's dependencies. What is not there is Any.
