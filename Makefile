@@ -95,17 +95,20 @@ test-engines: $(ENGINES_SETUP) ## end-to-end tests with real engines
 demo-vllm: $(ENGINES_SETUP) ## two vLLM instances, one pool, a conversation
 	$(call timed,demo of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.demo)
 
-# As pip builds it: the eviction policies compiled (setup.py). In the checkout they stay Python, so that an edit counts at once.
+# As pip builds it: the worker's table and its policies compiled (setup.py). In the checkout they stay Python, so that an edit
+# counts at once.
 COMPILED := build/compiled
 $(COMPILED)/.stamp: $(SETUP) setup.py $(shell find kvpool -name '*.py')
 	$(call timed,build the package,rm -rf build/lib* build/temp* $(COMPILED) && $(BIN)/python -m pip install --quiet --no-deps --target $(COMPILED) .)
 	@touch $@
 
-test-compiled: $(COMPILED)/.stamp ## tests of the policies as pip builds them
-	@echo "== tests of the package as built: policies $$(ls $(COMPILED)/kvpool/core/policy/hazard.*.so >/dev/null 2>&1 && echo compiled || echo 'not compiled: no C compiler?')"
+test-compiled: $(COMPILED)/.stamp ## tests of the table and its policies as pip builds them
+	@echo "== tests of the package as built: table and policies $$(ls $(COMPILED)/kvpool/core/policy/hazard.*.so >/dev/null 2>&1 && echo compiled || echo 'not compiled: no C compiler?')"
 	@$(BIN)/python -P -m pytest -q -n $(JOBS) --dist worksteal -p no:cacheprovider -o pythonpath="$(COMPILED) . clients/pd_proxy" \
 		tests/unit/test_policy.py tests/unit/test_rival.py tests/unit/test_queued.py tests/unit/test_blocks.py tests/unit/test_keeping.py \
-		tests/property/test_blocks_machine.py tests/property/test_queued_machine.py $(ARGS)
+		tests/unit/test_slots.py tests/unit/test_keys.py tests/unit/test_mover.py tests/unit/test_scrub.py \
+		tests/property/test_blocks_machine.py tests/property/test_queued_machine.py tests/property/test_keeping_machine.py \
+		tests/property/test_slots_machine.py $(ARGS)
 
 bench-policies: $(COMPILED)/.stamp ## hit rates of the eviction policies as parts of the optimum, and their cost
 	$(call timed,policies,PYTHONPATH=$(COMPILED):. $(BIN)/python -P -m tests.bench.policies $(ARGS))

@@ -1,4 +1,4 @@
-"""Builds kvpool: what is to be said of it is in pyproject.toml. Here the eviction policies, and the block that they work on, are
+"""Builds kvpool: what is to be said of it is in pyproject.toml. Here the worker's table of blocks and its eviction policies are
 compiled with mypyc where that is possible. Uncompiled they do the same in about twice the time.
 
 KVPOOL_COMPILE in the environment: 0: they are not compiled; 1: it is an error if they cannot be. Unset: where mypyc, a C compiler
@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 POLICIES = "admission classes eviction hazard hazard_tier history lifetable lines queued queued_tier queues rival runs"
 TABLE = "block blocks copies gone holding holds keeping keys movement pins quota retention room slots"
-COMPILED = [*(f"kvpool/core/{name}.py" for name in TABLE.split()), *(f"kvpool/core/policy/{name}.py" for name in POLICIES.split())]
+COMPILED = [f"kvpool/core/{name}.py" for name in TABLE.split()] + [f"kvpool/core/policy/{name}.py" for name in POLICIES.split()]
 # No configuration of mypy's: its plugins are not where pip builds, nor are kvpool's dependencies. What is not there is Any.
 OPTIONS = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
 WANTED = os.environ.get("KVPOOL_COMPILE", "")
@@ -28,11 +28,11 @@ def left_out(error: BaseException) -> None:
     """Says so; raises the error when they must be compiled."""
     if WANTED == "1":
         raise error
-    sys.stderr.write(f"kvpool: the eviction policies are not compiled, so they are slower: {error}\n")
+    sys.stderr.write(f"kvpool: the worker's table and its policies are not compiled, so they are slower: {error}\n")
 
 
 def extensions() -> list[Extension]:
-    """Empty: they stay Python. (The same when setup.py is only asked for metadata: mypyc takes half a minute.)"""
+    """Empty: they stay Python. (The same when setup.py is only asked for metadata: mypyc takes a minute.)"""
     if WANTED == "0" or not BUILDS & set(sys.argv):
         return []
     try:

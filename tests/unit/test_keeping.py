@@ -249,11 +249,12 @@ def test_removal_takes_a_hard_pin_and_its_bytes_are_free_again() -> None:
     assert rig.table.pinned_bytes[1] == 0 and rig.table.gauges()["pins"] == 0
 
 
-def test_pins_of_a_worker_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_of_a_worker_are_bounded() -> None:
     assert PINS_MAX == 65_536
-    monkeypatch.setattr("kvpool.core.keeping.PINS_MAX", 2)
     rig = Rig(4)
     put(rig, singles("abc"))
+    n = PINS_MAX - 2
+    rig.table.pin_keys(uid_of(1), [i.to_bytes(34, "little") for i in range(n)], [PinLevel.SOFT] * n, [rig.now + 10_000] * n)
     assert pin(rig, singles("abc"), PinLevel.SOFT) == [1, 1, 0]
 
 
