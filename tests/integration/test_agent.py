@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 import time
 import urllib.error
@@ -22,6 +21,7 @@ from kvpool.core.types import BlockCode, MissCause, miss_code
 from tests.support.cluster import Cluster
 from tests.support.payload import payloads
 from tests.support.processes import Role, run_cli
+from tests.support.proxy import free_port
 from tests.support.raw_client import RawClient, write_meta
 from tests.support.waiting import wait_until
 
@@ -220,8 +220,7 @@ def test_ready_means_that_a_read_has_just_succeeded(make_cluster: MakeCluster) -
 
 
 def test_a_worker_without_a_master_says_so_and_serves_when_one_comes(tmp_path: Path, make_cluster: MakeCluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     args = ["worker", "--master", f"127.0.0.1:{port}", "--dram", "16MiB", "--data-dir", str(tmp_path / "w")]
     worker = Role(args, log=tmp_path / "w.log")
     master = None

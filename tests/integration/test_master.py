@@ -27,6 +27,7 @@ from kvpool.transport.rpc import error_of, open_channel
 from kvpool.v1 import master_pb2 as pb
 from kvpool.v1.master_pb2_grpc import MasterStub
 from tests.support.processes import Role, run_cli
+from tests.support.proxy import free_port
 from tests.support.scripted_worker import DRAM, ScriptedWorker, batch, scripted
 from tests.support.waiting import wait_until
 
@@ -97,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Role]]:
     masters: list[Role] = []
 
     def run(*flags: str, env: dict[str, str] | None = None, port: int = 0) -> Role:
-        args = ["master", "--port", str(port), "--http-port", "0", "--data-dir", str(tmp_path / "data"), *flags]
+        args = ["master", "--port", str(port or free_port()), "--http-port", "0", "--data-dir", str(tmp_path / "data"), *flags]
         masters.append(Role(args, log=tmp_path / f"master-{len(masters)}.log", env=FAST | (env or {})))
         return masters[-1].wait_ready()
 

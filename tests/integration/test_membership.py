@@ -29,6 +29,7 @@ from tests.support.cluster import Cluster
 from tests.support.frame_peer import FramePeer
 from tests.support.payload import payloads
 from tests.support.processes import Role
+from tests.support.proxy import free_port
 from tests.support.raw_client import RawClient
 from tests.support.scripted_worker import ScriptedWorker, scripted
 from tests.support.waiting import wait_until
@@ -46,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Role]]:
     masters: list[Role] = []
 
     def run() -> Role:
-        port = masters[-1].port if masters else 0
+        port = masters[-1].port if masters else free_port()
         args = ["master", "--port", str(port), "--http-port", "0", "--data-dir", str(tmp_path / "data"),
                 "--parent-pid", str(os.getpid())]  # fmt: skip
         masters.append(Role(args, log=tmp_path / f"master-{len(masters)}.log", env=QUICK))

@@ -1,4 +1,4 @@
-"""One master and n workers as real processes on ports from the OS, with restarts on the same directories."""
+"""One master and n workers as real processes, with restarts on the same directories."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import Role
+from tests.support.proxy import free_port
 
 
 class Cluster:
@@ -47,8 +48,8 @@ class Cluster:
         return self
 
     def start_master(self) -> Role:
-        """Start (again) the master: same directory, and same port once it had one."""
-        port = self.master_address.rpartition(":")[2] or "0"
+        """Start (again) the master: same directory, same port."""
+        port = self.master_address.rpartition(":")[2] or str(free_port())
         data_dir = self.directory / "master"
         args = ["master", "--port", port, "--http-port", "0", "--data-dir", str(data_dir), *self.master_args]
         self.master = Role([*args, "--parent-pid", str(os.getpid())], log=self.directory / "master.log", env=self.env)
@@ -63,7 +64,7 @@ class Cluster:
 
     def _spawn_worker(self, i: int, *, extra: tuple[str, ...] = ()) -> Role:
         master = self.worker_master[i] or self.master_address
-        args = ["worker", "--master", master, "--port", "0", "--http-port", "0", "--dram", self.dram]
+        args = ["worker", "--master", master, "--port", str(free_port()), "--http-port", "0", "--dram", self.dram]
         args += ["--data-dir", str(self.worker_dir(i))]
         if self.ssd is not None:
             args += ["--ssd", f"{self.ssd_dir(i)}:{self.ssd}"]

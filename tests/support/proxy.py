@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import select
 import socket
 import struct
@@ -161,6 +162,8 @@ def _reset(sock: socket.socket) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away: who has it may end and come again."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("100 ports are taken")
