@@ -162,8 +162,9 @@ def _reset(sock: socket.socket) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away: who has it may end and come again."""
-    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away: who has it may end and come again. (Nor is
+    the one 10,000 above it, where a Redis of a cluster listens too.)"""
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("100 ports are taken")
