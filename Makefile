@@ -117,4 +117,4 @@ bench-vllm: $(ENGINES_SETUP) ## throughput of vLLM with an empty pool against no
 	$(call timed,throughput of vLLM,$(ENGINES)/bin/python -m tests.connectors.vllm.throughput)
 
 clean: ## remove all that was made
-	$(call timed,clean,rm -rf $(VENV) $(ENGINES) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find . -name __pycache__ -prune -exec rm -rf {} +)
+	$(call timed,clean,rm -rf $(VENV) $(ENGINES) .venv-proto build dist reports .mypy_cache .ruff_cache .pytest_cache .hypothesis kvpool.egg-info && find kvpool -name '*.so' -delete && find . -name __pycache__ -prune -exec rm -rf {} +)

@@ -90,7 +90,8 @@ class Room:
     def could_make(self, group: Group, *, now: int, spare_tick: int, limit: float) -> bool:
         """Whether `make` would find something to evict, as far as one look tells."""
         policy = self._policy
-        if policy.spares(group, 1):
+        spares = policy.spares(group, 1)
+        if spares and self._may_leave(spares[0], spare_tick) is Leave.YES and self._survives(spares[0], spare_tick):
             return True
         entry = policy.victim(group)
         while entry is not None and self._may_leave(entry, spare_tick) is Leave.BUSY:

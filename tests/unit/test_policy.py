@@ -16,7 +16,7 @@ from kvpool.core.pins import PinLevel
 from kvpool.core.policy import runs
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
-from kvpool.core.policy.hazard import HISTORY_MIN, Hazard
+from kvpool.core.policy.hazard import HISTORY_MIN, REQUESTS_MAX, WAITING_MAX, Hazard
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
 from kvpool.core.policy.make import POLICIES, policy_of
@@ -389,6 +389,35 @@ def test_what_is_remembered_of_refused_puts_is_bounded() -> None:
         rig.put(chain(f"new{i}-", 200))
     assert rig.table.counters["refused"] > 40_000
     assert sum(len(request.refused or ()) for request in brain._requests.values()) <= HISTORY_MIN
+
+
+def test_what_is_refused_behind_blocks_under_way_is_accounted_when_they_are_there() -> None:
+    """Batch by batch: the first was stored in part, the next ones were refused before that was done."""
+    rig, brain = learned(64)
+    blocks = [block for block in rig.reserve(chain("a", 16)).blocks if block is not None]
+    tick = blocks[0].tick
+    brain.refused(blocks[4:8], tick)
+    brain.refused(blocks[8:16], tick)
+    assert brain.history.n_ghosts == 0
+    brain.tiers[0].add(blocks[:4], tick, range(4))
+    assert brain.history.n_ghosts == 12 and brain._n_waiting == 0
+    found = 4
+    while found < 16:
+        no = brain.history.find(runs.fingerprint(blocks[found]))
+        found += len(brain.history.take(no, map(runs.fingerprint, blocks[found:])))
+    assert not brain.history.n_ghosts
+
+
+def test_what_is_refused_behind_blocks_that_never_come_is_bounded() -> None:
+    rig, brain = learned(WAITING_MAX + 200)
+    blocks = [block for block in rig.reserve(chain("a", WAITING_MAX + 100)).blocks if block is not None]
+    brain.refused(blocks[50:], blocks[0].tick)
+    assert brain._n_waiting == 0, "more than may wait"
+    brain.refused(blocks[10:50], blocks[0].tick + 1)
+    assert brain._n_waiting == 40
+    for i in range(REQUESTS_MAX + 1):
+        brain.worth_new(blocks[:1], blocks[0].tick + 2 + i)
+    assert brain._n_waiting == 0
 
 
 def test_nothing_is_kept_for_a_put_that_gave_up() -> None:

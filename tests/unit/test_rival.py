@@ -200,7 +200,7 @@ def judged(rival: Rival, *, ahead: int, times: int = 1, two_tiers: bool = True) 
     modes = []
     for _ in range(times):
         rival.hits, rival.lru_hits, rival.blocks = 1000 - ahead, 1000, 2000
-        modes.append(rival.judge(1000, two_tiers=two_tiers))
+        modes.append(rival.judge(1000, two_tiers=two_tiers, lean=two_tiers))
     return modes
 
 

@@ -65,6 +65,7 @@ HISTORY_MIN: Final = 8192  # some hundred KB: with few ghosts of long chains not
 SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
+WAITING_MAX: Final = 8192  # refused blocks of these that wait until those above them are stored
 _UP: Final = attrgetter("up")
 _GROUP: Final = attrgetter("group")
 
@@ -88,6 +89,7 @@ class Hazard:
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
         self._began_s = self._began_before_s = -STEP_S  # when the latest request began, and the one before it
+        self._n_waiting = 0  # refused blocks that wait for those above them
         self._has_begun = False  # it has just: runs of earlier ones are not told so yet
         self._adopting: list[Block] = []
         self.tiers: list[HazardTier] = []
@@ -133,8 +135,7 @@ class Hazard:
             request = self._requests[tick] = Request(tick)
             if len(self._requests) > REQUESTS_MAX:
                 _, oldest = self._requests.popitem(last=False)
-                if oldest.waiting is not None:
-                    self._refuse(oldest.waiting[0], oldest, is_tail=False)
+                self._has_up_to(FAR, oldest)
             self._n_requests += 1
             request.number = self._n_requests
             self._advance(self._began_s + STEP_S)
@@ -147,10 +148,12 @@ class Hazard:
         return request
 
     def _refresh(self) -> None:
-        mode = self.rival.judge(self.n_copies, two_tiers=len(self.tiers) > 1)
+        two_tiers = len(self.tiers) > 1
+        lean = two_tiers and self._may_be_lean
+        mode = self.rival.judge(self.n_copies, two_tiers=two_tiers, lean=lean)
         self.table.refresh(by_time=mode is Mode.RECENT)
         for tier in self.tiers:
-            tier.lean = self._may_be_lean and mode > Mode.LEARNED
+            tier.lean = lean and mode > Mode.LEARNED
 
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
         """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
@@ -200,9 +203,7 @@ class Hazard:
             self._reclass(request)
         self._build(part, uses.translate(ONE_MORE), request)
         if n:
-            last = blocks[n - 1]
-            if last is not None and last.rank >= request.here:
-                request.here = last.rank + 1
+            self._has_up_to(cast("Block", blocks[n - 1]).rank + 1, request)
 
     @staticmethod
     def _may_follow(part: Sequence[Block | None], last: Block, block: Block, k: int) -> bool:
@@ -227,10 +228,7 @@ class Hazard:
                 if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
                     self._stored_chain(blocks[start:i], request, tail=goes_on and i == len(blocks))
                     start = i
-        request.here = max(request.here, blocks[-1].rank + 1)
-        if request.waiting is not None and request.here >= request.waiting[0][0].rank:
-            (waiting, is_tail), request.waiting = request.waiting, None
-            self._refuse(waiting, request, is_tail=is_tail)
+        self._has_up_to(blocks[-1].rank + 1, request)
 
     def _stored_chain(self, blocks: list[Block], request: Request, *, tail: bool) -> None:
         uses = self._arrive(blocks, request)
@@ -296,13 +294,24 @@ class Hazard:
         request.refused = (blocks[0].rank, blocks[-1].rank + 1)
         is_tail = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
-        if request.here < blocks[0].rank:  # (ghosts are found from their first: when those above are stored)
-            request.waiting = (blocks, is_tail)
+        if request.here < blocks[0].rank and self._n_waiting + len(blocks) <= WAITING_MAX:
+            request.waiting.append((blocks, is_tail))
+            self._n_waiting += len(blocks)
         else:
+            self._refuse(blocks, request, is_tail=is_tail)
+
+    def _has_up_to(self, end: int, request: Request) -> None:
+        """Of its blocks those before this rank were used, stored or refused: what was refused behind them is accounted. (Ghosts
+        are found from their first, so not before those above them.)"""
+        request.here = max(request.here, end)
+        while request.waiting and request.waiting[0][0][0].rank <= request.here:
+            blocks, is_tail = request.waiting.pop(0)
+            self._n_waiting -= len(blocks)
             self._refuse(blocks, request, is_tail=is_tail)
 
     def _refuse(self, blocks: list[Block], request: Request, *, is_tail: bool) -> None:
         history, prints = self.history, fingerprints(blocks)
+        request.here = max(request.here, blocks[-1].rank + 1)
         uses = self._arrive(blocks, request)
         buckets, reached = bytes(uses.translate(USE_BUCKETS)), self.table.reached
         base = first_key(0, int(is_tail), new_bucket(request.new), request.gap)

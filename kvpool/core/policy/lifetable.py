@@ -54,8 +54,8 @@ class LifeTable:
         self._request_s += (min(gap_s, PAUSE * mean_s + FIRST_EDGE_S) - mean_s) / REQUESTS_KEPT
 
     def refresh(self, *, by_time: bool = False) -> None:
-        """Takes in what was counted since the last time and makes the index anew. by_time: all are worth the same (the one used
-        longest ago goes first). O(classes seen), about 1 ms for 200."""
+        """Takes in what was counted since the last time and makes the index anew. by_time: worth goes by age alone, as before
+        anything was learned. O(classes seen), about 1 ms for 200."""
         if by_time is not self._by_time:
             self._by_time = by_time
             self._index[:] = self._unseen

@@ -45,8 +45,8 @@ class Rival:
         self._bias = 0.0  # LRU's lead over itself, a part of its hits: what is not known of it (its second copies, say)
         self._ahead = self._squares = self._lru = 0.0  # LRU's lead, the sum of its squares (how far chance goes), LRU's hits
 
-    def judge(self, n_cached: int, *, two_tiers: bool) -> Mode:
-        """Once a refresh. n_cached: copies in all tiers."""
+    def judge(self, n_cached: int, *, two_tiers: bool, lean: bool) -> Mode:
+        """Once a refresh. n_cached: copies in all tiers. lean: there is that mode."""
         ahead, lru, blocks = self.lru_hits - self.hits, self.lru_hits, self.blocks
         self.all_hits += self.hits
         self.all_lru_hits += lru
@@ -64,7 +64,7 @@ class Rival:
             if self._was_back and max(self._left) > 0:
                 self._stay = min(2 * self._stay, STAY_MAX)
             self._was_back = False
-            self._enter(Mode.LEAN if two_tiers and self.mode is Mode.LEARNED else Mode.RECENT, n_cached)
+            self._enter(Mode.LEAN if lean and self.mode is Mode.LEARNED else Mode.RECENT, n_cached)
         elif max(self._left) <= 0:
             if self.mode is Mode.LEARNED:
                 self._stay, self._was_back = STAY_MIN, False
@@ -72,7 +72,7 @@ class Rival:
             if self.mode is Mode.RECENT:
                 self._bias = max(0.0, self._ahead / self._lru) if self._lru else 0.0
             self._was_back = True
-            self._enter(Mode.LEAN if two_tiers and self.mode is Mode.RECENT else Mode.LEARNED, n_cached)
+            self._enter(Mode.LEAN if lean and self.mode is Mode.RECENT else Mode.LEARNED, n_cached)
         return self.mode
 
     def _enter(self, mode: Mode, n_cached: int) -> None:

@@ -36,15 +36,15 @@ class Request:
 
     def __init__(self, tick: int) -> None:
         self.tick = tick
-        self.number = 0  # the how manyth it is
+        self.number = 0  # of all requests
         self.gap = 0  # bucket
         self.classed = (0, 0)  # bucket of new blocks and gap that its runs' classes were made of
         self.new = 0  # blocks that were not known
         self.end = 0  # rank behind its last block
         self.runs: dict[Run, None] = {}  # those of its blocks that are cached
         self.tail: Run | None = None  # the one that is classed as its end
-        self.here = 0  # rank behind the last that was used or stored
-        self.waiting: tuple[list[Block], bool] | None = None  # refused, when those above them are stored; whether its end
+        self.here = 0  # rank behind the last that was used, stored or refused
+        self.waiting: list[tuple[list[Block], bool]] = []  # refused, to be accounted behind those above them; whether its end
         self.refused = (0, 0)  # ranks of its blocks that were not stored, from and to: asked again they are no use
 
 
