@@ -477,10 +477,10 @@ class Copies(Keeping):
         self._through.pop(block, None)
 
     def _dram_slots(
-        self, blocks: Sequence[Block], group: Group, *, tick: int, limit: float = NO_LIMIT
+        self, blocks: Sequence[Block], group: Group, *, tick: int, limit: float = NO_LIMIT, at_once: int = 1
     ) -> tuple[list[Slot], list[Entry]]:
-        """Up to one DRAM slot for each of these blocks of one group, evicting. -> (slots, what must be written down for
-        more)."""
+        """Up to one DRAM slot for each of these blocks of one group, evicting (`at_once`: see `Room.make`). -> (slots, what must
+        be written down for more)."""
         uid, size = blocks[0].space.uid, blocks[0].size
         if size > self.dram.largest_size():
             return [], []
@@ -490,7 +490,7 @@ class Copies(Keeping):
         slots = self.dram.allocate(uid, size, n, owners=blocks)
         while len(slots) < n:
             short = n - len(slots)
-            evicted, unclean = self._make_room(DRAM, group, short, spare_tick=tick, limit=limit)
+            evicted, unclean = self._make_room(DRAM, group, short, spare_tick=tick, limit=limit, at_once=at_once)
             dirty += unclean
             if not evicted or self.dram.no_place:
                 break

@@ -284,14 +284,15 @@ class Keeping:
     # --- room -----------------------------------------------------------------------------------------------------------
 
     def _make_room(
-        self, tier: Tiers, group: Group, need: int, *, spare_tick: int, limit: Any = NO_LIMIT, rank: int = SOFT_RANK
+        self, tier: Tiers, group: Group, need: int, *, spare_tick: int, limit: Any = NO_LIMIT, rank: int = SOFT_RANK,
+        at_once: int = 1,
     ) -> tuple[int, list[Entry]]:
         """As `Room.make`, in this order: low priorities, the policy's, then high priorities and soft pins, not above `rank`,
         and only when nothing else is left, however hot."""
         room = self._dram_room if tier is DRAM else self._ssd_room
         assert room is not None
         if not self.shelves:
-            return room.make(group, need, now=self._tick, spare_tick=spare_tick, limit=limit)
+            return room.make(group, need, now=self._tick, spare_tick=spare_tick, limit=limit, at_once=at_once)
         n_low, dirty = self._give_up(tier, group, need, spare_tick, low=True)
         if n_low >= need or dirty:
             return n_low, dirty
@@ -429,7 +430,7 @@ class Keeping:
                 continue
             for one in groups:
                 if low is None:
-                    evicted, unclean = room._evict_own(one, need, spare_tick, limit)
+                    evicted, unclean = room._evict_own(one, need, spare_tick, limit, 1)
                 else:
                     evicted, unclean = self._give_up(tier, one, need, spare_tick, low=low)
                 dirty += unclean

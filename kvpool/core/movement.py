@@ -25,7 +25,7 @@ FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
 PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
 PLAN_PART: Final = 64  # of DRAM must be stored before it is looked again which dirty blocks leave soon
-PLACED_AT_ONCE: Final = 64  # blocks for whose records room is made on SSD by one call
+MOVED_AT_ONCE: Final = 64  # blocks for which room is made in a tier by one call
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
 
@@ -143,7 +143,7 @@ class Movement(Copies):
             limit = NO_LIMIT
         else:
             limit = self._coldest_in_dram(block) if self._dram_policy.by_recency else order
-        need = 1 if self.shelves or block.space.share is not None else min(PLACED_AT_ONCE, 1 + n_alike)
+        need = 1 if self.shelves or block.space.share is not None else min(MOVED_AT_ONCE, 1 + n_alike)
         while not slots:
             rank = PRIORITY_DEFAULT if block.keep is None else block.keep.rank
             evicted, _ = self._make_room(SSD, group, need, spare_tick=block.spare_tick, limit=limit, rank=rank)
@@ -251,11 +251,12 @@ class Movement(Copies):
 
     # --- promotion: SSD -> DRAM -----------------------------------------------------------------------------------------
 
-    def promote_reserve(self, block: Block, *, wanted: bool = False) -> Slot | None:
+    def promote_reserve(self, block: Block, *, wanted: bool = False, n_more: int = 0) -> Slot | None:
         """A DRAM slot for a pinned SSD block. Never waits: free room or clean victims only, that are worth less than it (where a
-        policy knows worth; wanted: whatever they are worth, somebody asked for it to be there). None: no such room (for one
-        that is wanted some is written down then), it is in DRAM, another promotion of it is under way, or it is gone. End it by
-        `promote_done`; the block is pinned until then."""
+        policy knows worth; wanted: whatever they are worth, somebody asked for it to be there). n_more: blocks of its chain that
+        are asked for next: room for them may be made with its own. None: no such room (for one that is wanted some is written
+        down then), it is in DRAM, another promotion of it is under way, or it is gone. End it by `promote_done`; the block is
+        pinned until then."""
         if not block.live or block.dram is not None or block.ssd is None or block.promoting or block.ssd_copy is None:
             return None
         assert self._ssd_policy is not None
@@ -264,7 +265,8 @@ class Movement(Copies):
             if victim is not None and self._dram_policy.order_of(victim) <= self._ssd_policy.order_of(block.ssd_copy):
                 return None  # it would be the next to leave
         tick = self._ssd_policy.tick_of(block.ssd_copy)
-        slots, unclean = self._dram_slots([block], block.group, tick=tick)
+        at_once = 1 if self.shelves or block.space.share is not None else min(1 + n_more, MOVED_AT_ONCE)
+        slots, unclean = self._dram_slots([block], block.group, tick=tick, at_once=at_once)
         if not slots:
             if wanted:  # (there is room for it the next time)
                 self._write_first(unclean, tick)

@@ -57,14 +57,16 @@ class Room:
         self._turn = 0
         self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
-    def make(self, group: Group, need: int, *, now: int, spare_tick: int, limit: float = NO_LIMIT) -> tuple[int, list[Entry]]:
+    def make(
+        self, group: Group, need: int, *, now: int, spare_tick: int, limit: float = NO_LIMIT, at_once: int = 1
+    ) -> tuple[int, list[Entry]]:
         """Tries to free `need` slots of this group. -> (entries evicted, entries that must be cleaned first).
 
-        now: the current tick. spare_tick: entries used at this tick (the asking batch's own chain) are left alone where that
-        would lose them. limit: only what is colder than this order is lost (of whole extents: the class's coldest is). Evicted
-        may be more than needed (an extent is emptied whole) or too little: ask the allocator, then again while something was
-        evicted."""
-        evicted = self._evict_spares(group, need, spare_tick)
+        now: the current tick. at_once: up to so many are evicted where they are alike for the policy, though fewer are needed
+        now. spare_tick: entries used at this tick (the asking batch's own chain) are left alone where that would lose them.
+        limit: only what is colder than this order is lost (of whole extents: the class's coldest is). Evicted may be more than
+        needed (an extent is emptied whole) or too little: ask the allocator, then again while something was evicted."""
+        evicted = self._evict_spares(group, need, spare_tick, at_once)
         if evicted:
             return evicted, []
         donor = self._older_donor(group, now)
@@ -76,7 +78,7 @@ class Room:
             if evicted:
                 return evicted, []
             dirty.clear()  # (its own class will do)
-        evicted, dirty = self._evict_own(group, need, spare_tick, limit)
+        evicted, dirty = self._evict_own(group, need, spare_tick, limit, at_once)
         if not evicted and not dirty:
             others = [other for other in self._policy.groups() if other is not group]
             for other in sorted(others, key=lambda g: self._tail_tick(g, now)):
@@ -114,13 +116,13 @@ class Room:
         """Whether its slot is in the extent whose blocks are written down to empty it."""
         return self._slot_of(entry) >> INDEX_BITS == self.emptying
 
-    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: float) -> tuple[int, list[Entry]]:
+    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: float, at_once: int) -> tuple[int, list[Entry]]:
         policy = self._policy
         aside: list[Entry] = []
         own: list[Entry] = []
         evicted = 0
         while evicted < need:
-            entries = policy.victims(group, need - evicted)
+            entries = policy.victims(group, max(need - evicted, at_once))
             if not entries:
                 break
             entry = entries[0]
@@ -164,12 +166,12 @@ class Room:
             self._evict_many(entries[:n])
         return n
 
-    def _evict_spares(self, group: Group, need: int, spare_tick: int) -> int:
+    def _evict_spares(self, group: Group, need: int, spare_tick: int, at_once: int) -> int:
         """Copies that nothing is lost with, where the policy names some. -> how many."""
         policy = self._policy
         kept: list[Entry] = []
         evicted = 0
-        while evicted < need and (entries := policy.spares(group, need - evicted)):
+        while evicted < need and (entries := policy.spares(group, max(need - evicted, at_once))):
             leave = self._may_leave(entries[0], spare_tick)
             if leave is Leave.YES and self._survives(entries[0], spare_tick):
                 evicted += self._evict_alike(entries, spare_tick)

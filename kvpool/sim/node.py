@@ -290,7 +290,7 @@ class SimNode(Node):
 
     # --- from SSD, as in `ssd_load` ---------------------------------------------------------------------------------------
 
-    async def load(self, block: Block, *, until: float, wanted: bool = False) -> int | bytes:
+    async def load(self, block: Block, *, until: float, wanted: bool = False, n_more: int = 0) -> int | bytes:
         """A pinned block from SSD: its offset in the arena when it is in DRAM now, else its bytes."""
         if block.dram is not None:
             return self.offset(block)
@@ -302,15 +302,15 @@ class SimNode(Node):
                 await sleep(self.process.loop, 0.0005)
             if block.dram is not None:
                 return self.offset(block)
-            return await self._load_alone(block, wanted=wanted)
+            return await self._load_alone(block, wanted=wanted, n_more=n_more)
         mine = self.loads[block] = self.process.loop.create_future()
         try:
-            return await self._load_alone(block, wanted=wanted)
+            return await self._load_alone(block, wanted=wanted, n_more=n_more)
         finally:
             del self.loads[block]
             mine.set_result(None)
 
-    async def _load_alone(self, block: Block, *, wanted: bool) -> int | bytes:
+    async def _load_alone(self, block: Block, *, wanted: bool, n_more: int) -> int | bytes:
         ssd, slot = self.device, block.ssd
         if ssd is None or slot is None:
             raise TierError(Trouble.DAMAGED, "the block's copy is gone")
@@ -321,7 +321,7 @@ class SimNode(Node):
                 self.table.corrupt(block, Tiers.SSD)
                 self.after_decision()
             raise
-        target = None if block.dram is not None else self.table.promote_reserve(block, wanted=wanted)
+        target = None if block.dram is not None else self.table.promote_reserve(block, wanted=wanted, n_more=n_more)
         self.after_decision()
         if target is None:
             return data

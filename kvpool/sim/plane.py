@@ -155,11 +155,12 @@ class Plane:
                     tiers[i] = Tiers.DRAM if offsets[i] >= 0 else Tiers.SSD
                 elif cause is not None:
                     codes[i] = miss_code(cause)
-            for i in [i for i in range(n) if codes[i] == _INLINE and offsets[i] < 0]:
+            cold = [i for i in range(n) if codes[i] == _INLINE and offsets[i] < 0]
+            for n_before, i in enumerate(cold):
                 block = blocks[i]
                 assert block is not None
                 try:
-                    loaded = await node.load(block, until=until)
+                    loaded = await node.load(block, until=until, n_more=len(cold) - n_before - 1)
                     if isinstance(loaded, int):
                         offsets[i] = loaded
                     else:
@@ -227,10 +228,11 @@ class Plane:
         node = self.node
         pinned = [block for block in node.table.pin(batch, now_ms=node.now_ms(), touch=False).blocks if block is not None]
         try:
-            for block in pinned:
-                if block.dram is None and self.loop.time() < until:
+            cold = [block for block in pinned if block.dram is None]
+            for n_before, block in enumerate(cold):
+                if self.loop.time() < until:
                     try:
-                        await node.load(block, until=until, wanted=True)
+                        await node.load(block, until=until, wanted=True, n_more=len(cold) - n_before - 1)
                     except TierError as error:
                         node.count_read_trouble(batch.namespace, error)
         finally:

@@ -88,21 +88,19 @@ class CoreReplay:
         outcome, table = self.outcome, self.table
         pinned = table.pin(batch, now_ms=now_ms)
         hits = [block for block in pinned.blocks if block is not None]
-        n_ssd = 0
-        for block in hits if table.ssd is not None else ():
-            if block.dram is None:
-                n_ssd += 1
-                slot = table.promote_reserve(block)
-                if slot is not None:
-                    table.promote_done(block, slot, SUMS, ok=True)
+        cold = [block for block in hits if block.dram is None]
+        for n_before, block in enumerate(cold):
+            slot = table.promote_reserve(block, n_more=len(cold) - n_before - 1)
+            if slot is not None:
+                table.promote_done(block, slot, SUMS, ok=True)
         table.unpin(hits)
-        outcome.hits_dram += len(hits) - n_ssd
-        outcome.hits_ssd += n_ssd
+        outcome.hits_dram += len(hits) - len(cold)
+        outcome.hits_ssd += len(cold)
         if len(hits) < len(batch):
             cause = pinned.causes[len(hits)]
             if cause is not None:
                 outcome.missed[cause.value] = outcome.missed.get(cause.value, 0) + 1
-        return len(hits) - n_ssd, n_ssd
+        return len(hits) - len(cold), len(cold)
 
     def _put(self, batch: KeyBatch, now_ms: int) -> None:
         table, sizes = self.table, [self._block_bytes] * len(batch)

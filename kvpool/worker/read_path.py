@@ -206,24 +206,27 @@ class Read:
     # --- in the pool, or on the loop when it is little ------------------------------------------------------------------
 
     def _prepare_in_pool(self, stripe: list[int]) -> None:
+        n_more = sum(self.tiers[i] == Tiers.SSD for i in stripe)
         try:
             for i in stripe:
                 if self._gone or self._late:
                     break
-                self._prepare(i)
+                n_more -= self.tiers[i] == Tiers.SSD
+                self._prepare(i, n_more)
                 self._unready.discard(i)
         finally:
             self.connection.loop.post(self._stripe_done)
 
-    def _prepare(self, i: int) -> None:
-        """Block i from SSD into memory, checked as asked, its range's sum made. A failure becomes its code."""
+    def _prepare(self, i: int, n_more: int = 0) -> None:
+        """Block i from SSD into memory, checked as asked, its range's sum made. A failure becomes its code. n_more: from SSD that
+        come next."""
         block = self.blocks[i]
         assert block is not None
         try:
             if self.request.deadline <= time.monotonic():
                 raise TierError(Trouble.BUSY, "deadline")
             if self.tiers[i] == Tiers.SSD:
-                loaded = load(self.node, block, self.spec, deadline=self.request.deadline)
+                loaded = load(self.node, block, self.spec, deadline=self.request.deadline, n_more=n_more)
                 if isinstance(loaded, int):
                     self.offsets[i] = loaded
                 else:

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from kvpool.worker.tiers.ssd import StagedBlock
 
 
-def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool = False) -> StagedBlock | int:
+def load(
+    node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool = False, n_more: int = 0
+) -> StagedBlock | int:
     """A pinned block from SSD into memory, verified: its offset in the arena when it is in DRAM now, else (no room there, or not
-    worth it: `wanted`, it always is) in staging memory, to be released by the caller. In the pool only. Raises TierError; a
-    damaged copy has been dropped then."""
+    worth it: `wanted`, it always is) in staging memory, to be released by the caller. n_more: blocks of its chain that are
+    loaded next. In the pool only. Raises TierError; a damaged copy has been dropped then."""
     mine = threading.Event()
     with node.lock:
         if block.dram is not None:
@@ -46,7 +48,7 @@ def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, want
             if block.dram is not None:
                 return node.offset(block)
     try:
-        return _load_alone(node, block, spec, deadline=deadline, wanted=wanted)
+        return _load_alone(node, block, spec, deadline=deadline, wanted=wanted, n_more=n_more)
     finally:
         if theirs is mine:
             with node.lock:
@@ -54,7 +56,9 @@ def load(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, want
             mine.set()
 
 
-def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool) -> StagedBlock | int:
+def _load_alone(
+    node: Node, block: Block, spec: NamespaceSpec, *, deadline: float, wanted: bool, n_more: int
+) -> StagedBlock | int:
     ssd, slot = node.ssd, block.ssd
     if ssd is None or slot is None:
         raise TierError(Trouble.DAMAGED, "the block's copy is gone")
@@ -67,7 +71,7 @@ def _load_alone(node: Node, block: Block, spec: NamespaceSpec, *, deadline: floa
                 node.after_decision()
         raise
     with node.lock:
-        target = None if block.dram is not None else node.table.promote_reserve(block, wanted=wanted)
+        target = None if block.dram is not None else node.table.promote_reserve(block, wanted=wanted, n_more=n_more)
         offset = -1 if target is None else node.table.dram.place(target)[1]
         node.after_decision()
     if target is None:
@@ -103,8 +107,8 @@ def prefetch(node: Node, spec: NamespaceSpec, batch: KeyBatch, tiers: bytes | by
                 found = node.table.pin(batch, now_ms=node.now_ms(), touch=False).blocks
                 pinned = [block for block in found if block is not None]
                 cold = [block for block in pinned if block.dram is None]
-            for block in cold:
-                loaded = load(node, block, spec, deadline=deadline, wanted=True)
+            for i, block in enumerate(cold):
+                loaded = load(node, block, spec, deadline=deadline, wanted=True, n_more=len(cold) - i - 1)
                 if not isinstance(loaded, int):
                     loaded.release()
                     break  # no room
@@ -160,10 +164,11 @@ class BringUp:
 
     def _in_pool(self, cold: list[Block]) -> None:
         try:
-            for block in cold:
+            for i, block in enumerate(cold):
                 if self._gone or self._answered or time.monotonic() >= self.request.deadline:
                     break
-                loaded = load(self.node, block, self.spec, deadline=self.request.deadline, wanted=True)
+                n_more = len(cold) - i - 1
+                loaded = load(self.node, block, self.spec, deadline=self.request.deadline, wanted=True, n_more=n_more)
                 if not isinstance(loaded, int):
                     loaded.release()
                     break  # no room: what follows could not be viewed anyway

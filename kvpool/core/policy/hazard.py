@@ -618,7 +618,7 @@ class Hazard:
                     run.waits_dram = cast("RunGroup", block.group).push(run, self.history.key[run.no])
                 return
         if waits is not None:
-            del waits.runs[run]
+            waits.leave()
             run.waits_dram = None
 
     def consider_ssd(self, run: Run) -> None:
@@ -632,7 +632,7 @@ class Hazard:
                     run.waits_ssd = group.push(run, self.history.key[run.no])
                 return
         if waits is not None:
-            del waits.runs[run]
+            waits.leave()
             run.waits_ssd = None
 
     # --- for measurement ------------------------------------------------------------------------------------------------
@@ -655,4 +655,4 @@ class Hazard:
             waits = run.waits_dram, run.waits_ssd
             self.consider(run)
             assert waits == (run.waits_dram, run.waits_ssd), "queued, or not, without reason"
-            assert all(waiting is None or run in waiting.runs for waiting in waits)
+            assert all(turn is None or (turn.run is run and turn.queue is not None) for turn in waits), "in no queue"

@@ -7,7 +7,6 @@ worth the same (all are before anything was learned).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import groupby
@@ -25,14 +24,63 @@ if TYPE_CHECKING:
 HEAP_SLACK: Final = 1024  # times that are over, before the heap is made anew
 
 
-class Waiting:
+class Turn:
+    """A run's place among those of its class and age in one group; `queue` None: it has left it."""
+
+    __slots__ = ("after", "before", "group", "queue", "run")
+
+    def __init__(self, run: Run, group: RunGroup) -> None:
+        self.run, self.group = run, group
+        self.queue: Queue | None = None
+        self.before: Turn | None = None
+        self.after: Turn | None = None
+
+    def leave(self) -> None:
+        queue, before, after = self.queue, self.before, self.after
+        if queue is None:
+            return
+        if before is None:
+            queue.first = after
+        else:
+            before.after = after
+        if after is None:
+            queue.last = before
+        else:
+            after.before = before
+        self.queue = self.before = self.after = None
+
+
+class Queue:
     """Runs of one class and age in one group, those used longest ago first."""
 
-    __slots__ = ("group", "runs")
+    __slots__ = ("first", "last")
 
-    def __init__(self, group: RunGroup) -> None:
-        self.group = group
-        self.runs: OrderedDict[Run, None] = OrderedDict()
+    def __init__(self) -> None:
+        self.first: Turn | None = None
+        self.last: Turn | None = None
+
+    def append(self, turn: Turn) -> None:
+        last = self.last
+        turn.queue, turn.before = self, last
+        if last is None:
+            self.first = turn
+        else:
+            last.after = turn
+        self.last = turn
+
+    def put_first(self, turn: Turn) -> None:
+        """Of one that is not empty."""
+        first = self.first
+        assert first is not None
+        turn.queue, turn.after = self, first
+        self.first = first.before = turn
+
+    def runs(self) -> Iterator[Run]:
+        """All, in order."""
+        turn = self.first
+        while turn is not None:
+            yield turn.run
+            turn = turn.after
 
 
 class RunGroup(Group):
@@ -43,30 +91,34 @@ class RunGroup(Group):
     def __init__(self, key: GroupKey, table: LifeTable) -> None:
         super().__init__(key)
         self._table = table
-        self._by_key: dict[int, Waiting] = {}
+        self._by_key: dict[int, Queue] = {}
         # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over
         self._heap: list[tuple[float, float, int]] = []
         self._version = table.version
         self.twice: dict[Block, None] = {}  # of an SSD tier: blocks that came to DRAM too and are not parked
         self.n_entries = 0  # blocks of the group in the tier, also of runs that may not lose one now
 
-    def push(self, run: Run, key: int) -> Waiting:
-        """-> where it waits; `del` it from its `runs`."""
-        waiting = self._by_key.get(key)
-        if waiting is None:
-            waiting = self._by_key[key] = Waiting(self)
-        runs = waiting.runs
-        if runs:
-            runs[run] = None
-            if run.time_s >= next(iter(runs)).time_s:
-                return waiting
-            runs.move_to_end(run, last=False)
+    def push(self, run: Run, key: int) -> Turn:
+        """The run is of this class and age, and may lose a block. -> its place."""
+        turn = Turn(run, self)
+        self.queue(turn, key)
+        return turn
+
+    def queue(self, turn: Turn, key: int) -> None:
+        """The same of one that has left its queue."""
+        queue = self._by_key.get(key)
+        if queue is None:
+            queue = self._by_key[key] = Queue()
+        first, time_s = queue.first, turn.run.time_s
+        if first is None or time_s >= first.run.time_s:
+            queue.append(turn)
+            if first is not None:
+                return
         else:
-            runs[run] = None
-        heappush(self._heap, (self._table.index[key], run.time_s, key))
+            queue.put_first(turn)
+        heappush(self._heap, (self._table.index[key], time_s, key))
         if len(self._heap) > 2 * len(self._by_key) + HEAP_SLACK:  # (nobody asks while there is room)
             self._sort()
-        return waiting
 
     def first(self) -> Run | None:
         """The run that should lose its deepest block next."""
@@ -75,9 +127,9 @@ class RunGroup(Group):
         heap, by_key = self._heap, self._by_key
         while heap:
             worth, time_s, key = heap[0]
-            runs = by_key[key].runs
-            if runs:
-                run = next(iter(runs))
+            turn = by_key[key].first
+            if turn is not None:
+                run = turn.run
                 if run.time_s <= time_s:
                     return run
                 heapreplace(heap, (worth, run.time_s, key))
@@ -89,13 +141,18 @@ class RunGroup(Group):
         """All that may lose a block, with their worth, the next first. Nothing may change meanwhile."""
         self._sort()
         for worth, runs in groupby(sorted(self._heap), key=itemgetter(0)):
-            alike = [self._by_key[key].runs for _, _, key in runs]
+            alike = [self._by_key[key].runs() for _, _, key in runs]
             for run in alike[0] if len(alike) == 1 else merge(*alike, key=attrgetter("time_s")):
                 yield worth, run
 
     def _sort(self) -> None:
         self._version = self._table.version
-        self._by_key = {key: waiting for key, waiting in self._by_key.items() if waiting.runs}
+        by_key: dict[int, Queue] = {}
+        heap: list[tuple[float, float, int]] = []
         index = self._table.index
-        self._heap = [(index[key], next(iter(waiting.runs)).time_s, key) for key, waiting in self._by_key.items()]
-        heapify(self._heap)
+        for key, queue in self._by_key.items():
+            if queue.first is not None:
+                by_key[key] = queue
+                heap.append((index[key], queue.first.run.time_s, key))
+        heapify(heap)
+        self._by_key, self._heap = by_key, heap

@@ -13,7 +13,7 @@ from kvpool.core.types import HASH_BYTES, Key
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block
-    from kvpool.core.policy.queues import Waiting
+    from kvpool.core.policy.queues import Turn
 
 DRAM: Final = 0
 SSD: Final = 1
@@ -60,8 +60,8 @@ class Run:
         self.no, self.tick, self.time_s, self.base, self.members, self.uses = no, tick, time_s, base, members, uses
         self.n_dram = self.n_ssd = 0
         self.end_dram = self.end_ssd = FAR
-        self.waits_dram: Waiting | None = None
-        self.waits_ssd: Waiting | None = None
+        self.waits_dram: Turn | None = None
+        self.waits_ssd: Turn | None = None
 
     def end_of(self, n: int, deepest: Block) -> list[Block]:
         """Its deepest in DRAM and those above it, one after the other: at most n, and none above a gap, one that is parked, or
@@ -83,19 +83,19 @@ class Run:
         """It is of this class and age now."""
         waits = self.waits_dram
         if waits is not None:
-            del waits.runs[self]
-            self.waits_dram = waits.group.push(self, key)
+            waits.leave()
+            waits.group.queue(waits, key)
         waits = self.waits_ssd
         if waits is not None:
-            del waits.runs[self]
-            self.waits_ssd = waits.group.push(self, key)
+            waits.leave()
+            waits.group.queue(waits, key)
 
     def leave_queues(self) -> None:
         if self.waits_dram is not None:
-            del self.waits_dram.runs[self]
+            self.waits_dram.leave()
             self.waits_dram = None
         if self.waits_ssd is not None:
-            del self.waits_ssd.runs[self]
+            self.waits_ssd.leave()
             self.waits_ssd = None
 
     def ssd_end_of(self, n: int, deepest: Block) -> list[Block]:
