@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from kvpool.core.policy.queues import RunGroup
 
 STEP_S: Final = FIRST_EDGE_S / 16  # from one request to the next, at least: where time is too coarse, ages go by requests
-REFRESH_REQUESTS: Final = 64
+REFRESH_REQUESTS: Final = 64  # from one look at what was counted to the next,
+SETTLED_REQUESTS: Final = 8 * REFRESH_REQUESTS  # and, after so many, twice as many for the life table
 HISTORY_RATIO: Final = 4  # ghosts for each block that was ever cached at once
 HISTORY_MIN: Final = 8192  # some hundred KB: with few ghosts of long chains nothing is learned of when they come back
 SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of an earlier one continues it
@@ -151,7 +152,10 @@ class Hazard:
         two_tiers = len(self.tiers) > 1
         lean = two_tiers and self._may_be_lean
         mode = self.rival.judge(self.n_copies, two_tiers=two_tiers, lean=lean)
-        self.table.refresh(by_time=mode is Mode.RECENT)
+        by_time = mode is Mode.RECENT
+        n_due = 1 if self._n_requests <= SETTLED_REQUESTS else 2
+        if self._n_requests // REFRESH_REQUESTS % n_due == 0 or by_time is not self.table.by_time:
+            self.table.refresh(by_time=by_time, n_due=n_due)
         for tier in self.tiers:
             tier.lean = lean and mode > Mode.LEARNED
 

@@ -44,7 +44,7 @@ class LifeTable:
         self.index: array[float] = array("d", self._unseen[0].tolist() * N_CLASSES)
         self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
         self.version = 0
-        self._by_time = False
+        self.by_time = False  # worth goes by age alone
         self._request_s = FIRST_EDGE_S  # mean time between two requests
         self.is_sure = False  # enough was seen to refuse new blocks by it
 
@@ -53,11 +53,11 @@ class LifeTable:
         mean_s = self._request_s
         self._request_s += (min(gap_s, PAUSE * mean_s + FIRST_EDGE_S) - mean_s) / REQUESTS_KEPT
 
-    def refresh(self, *, by_time: bool = False) -> None:
+    def refresh(self, *, by_time: bool = False, n_due: int = 1) -> None:
         """Takes in what was counted since the last time and makes the index anew. by_time: worth goes by age alone, as before
-        anything was learned. O(classes seen), about 1 ms for 200."""
-        if by_time is not self._by_time:
-            self._by_time = by_time
+        anything was learned. n_due: refreshes that this one stands for. O(classes seen), about 1 ms for 200."""
+        if by_time is not self.by_time:
+            self.by_time = by_time
             self._index[:] = self._unseen
         counts = self._counts
         for counted, table in zip(self._new, counts, strict=True):
@@ -65,7 +65,7 @@ class LifeTable:
             counted.fill(0.0)
         np.maximum(counts, 0.0, out=counts)
         self._estimate()
-        counts *= DECAY
+        counts *= DECAY**n_due
 
     def _estimate(self) -> None:
         """Chances of use: each class's own, shrunk to those of the coarser classes above it."""
@@ -82,9 +82,9 @@ class LifeTable:
             chance /= reached + SHRINKAGE
         began = counts[0, :, 0]
         seen = np.flatnonzero(began)
-        if len(seen) and not self._by_time:
+        if len(seen) and not self.by_time:
             self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX), self._request_s)
-        self.is_sure = float(began.sum()) >= EVIDENCE_MIN and not self._by_time
+        self.is_sure = float(began.sum()) >= EVIDENCE_MIN and not self.by_time
         self.version += 1
 
     def to_bytes(self) -> bytes:
