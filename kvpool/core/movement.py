@@ -24,7 +24,7 @@ from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
 PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
-PLAN_PART: Final = 64  # of DRAM must be stored before it is looked again which dirty blocks leave soon
+PLAN_PART: Final = 32  # of DRAM must be stored before it is looked again which dirty blocks leave soon
 MOVED_AT_ONCE: Final = 64  # blocks for which room is made in a tier by one call
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 

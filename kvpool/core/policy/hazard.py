@@ -14,7 +14,7 @@ caller asks and parks), nor copies (`core.copies`). One a worker: `tier()` makes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
@@ -67,7 +67,6 @@ SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of 
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
 WAITING_MAX: Final = 8192  # refused blocks of these that wait until those above them are stored
-_UP: Final = attrgetter("up")
 _GROUP: Final = attrgetter("group")
 
 
@@ -86,7 +85,8 @@ class Hazard:
         self.n_cached = 0  # blocks in any tier
         self.n_cached_max = 0
         self.n_copies = 0  # in all tiers
-        self._runs: dict[int, Run] = {}  # with cached blocks, by number
+        self._runs: list[Run | None] = [None]  # with cached blocks, by number
+        self._n_runs = 0  # of these
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._n_requests = 0
         self._began_s = self._began_before_s = -STEP_S  # when the latest request began, and the one before it
@@ -112,7 +112,7 @@ class Hazard:
             self.now_s = now_s
             if now_s >= self.history.soonest_s:
                 moved = self.history.age(now_s, self.table.reached, self._runs)
-                if len(moved) > len(self._runs):  # (after a long time: queued once, in the last one's order)
+                if len(moved) > self._n_runs:  # (after a long time: queued once, in the last one's order)
                     moved = [*dict.fromkeys(reversed(moved))][::-1]
                 self._requeue(moved)
 
@@ -125,7 +125,7 @@ class Hazard:
         runs, keys = self._runs, self.history.key
         for no in moved:
             run = runs[no]
-            if run.waits_dram is not None or run.waits_ssd is not None:
+            if run is not None and (run.waits_dram is not None or run.waits_ssd is not None):
                 run.requeue(keys[no])
 
     # --- requests -------------------------------------------------------------------------------------------------------
@@ -137,6 +137,7 @@ class Hazard:
             if len(self._requests) > REQUESTS_MAX:
                 _, oldest = self._requests.popitem(last=False)
                 self._has_up_to(FAR, oldest)
+                oldest.runs.clear()
             self._n_requests += 1
             request.number = self._n_requests
             self._advance(self._began_s + STEP_S)
@@ -224,14 +225,11 @@ class Hazard:
             self._pass_by()
         goes_on = blocks[-1].rank >= request.end
         self._reaches(blocks[-1].rank + 1, request)
-        if [*map(_UP, blocks[1:])] == blocks[:-1]:
-            self._stored_chain(blocks, request, tail=goes_on)
-        else:
-            start = 0
-            for i in range(1, len(blocks) + 1):
-                if i == len(blocks) or blocks[i].up is not blocks[i - 1]:
-                    self._stored_chain(blocks[start:i], request, tail=goes_on and i == len(blocks))
-                    start = i
+        start, n = 0, len(blocks)
+        for i in range(1, n + 1):
+            if i == n or blocks[i].up is not blocks[i - 1]:
+                self._stored_chain(blocks[start:i] if start or i < n else blocks, request, tail=goes_on and i == n)
+                start = i
         self._has_up_to(blocks[-1].rank + 1, request)
 
     def _stored_chain(self, blocks: list[Block], request: Request, *, tail: bool) -> None:
@@ -327,6 +325,7 @@ class Hazard:
             no = history.add(self.now_s, end - start, key, request.end, above)
             reached[key] += 1.0
             history.become_ghosts(no, prints[start:end], uses[start:end])
+            self._add_numbers(no)
             if is_tail:
                 base, is_tail = base - TAIL_STEP, False
             end = start
@@ -352,13 +351,13 @@ class Hazard:
     def _reclass(self, request: Request) -> None:
         """A request went on: its runs' classes are what they would be had it come as a whole."""
         classed = new, _ = new_bucket(request.new), request.gap
-        runs: Iterable[Run] = request.runs
+        runs = request.runs
         if classed == request.classed:
-            runs = () if request.tail is None else (request.tail,)
+            runs = [] if request.tail is None else [request.tail]
         request.classed, request.tail = classed, None
         history = self.history
         for run in runs:
-            if run.tick != request.tick or not run.members:
+            if run.request is not request:
                 continue
             key = history.key[run.no]
             base = first_key(key // USE_STEP, 0, new, request.gap)
@@ -410,8 +409,7 @@ class Hazard:
             reached[key] += 1.0
             members = blocks[start:end]
             run = Run(no, request.tick, now_s, base + start, members, uses[start:end])
-            self._runs[no] = run
-            request.runs[run] = None
+            self._enlist(run, request)
             if is_tail:
                 request.tail = run
             if one_tier:
@@ -436,6 +434,24 @@ class Hazard:
                 of_request, is_tail = of_request - TAIL_STEP, False
             end = start
 
+    def _enlist(self, run: Run, request: Request | None) -> None:
+        self._add_numbers(run.no)
+        self._runs[run.no] = run
+        self._n_runs += 1
+        if request is not None:
+            run.request = request
+            request.runs.append(run)
+
+    def _add_numbers(self, no: int) -> None:
+        runs = self._runs
+        while len(runs) <= no:
+            runs.append(None)
+
+    def _unlist(self, run: Run) -> None:
+        """It has no cached blocks any more."""
+        self._runs[run.no] = run.request = None
+        self._n_runs -= 1
+
     def _put_together(self, run: Run, request: Request) -> None:
         """A request that comes in parts has the runs that it would have as a whole: this one becomes part of the one above it
         where both are its own and of one class, and so on. Each block is moved a few times at most."""
@@ -456,14 +472,14 @@ class Hazard:
             above.n_dram += run.n_dram
             above.n_ssd += run.n_ssd
             above.end_dram = above.end_ssd = FAR
-            del self._runs[run.no]
+            self._unlist(run)
             for block in run.members:
                 if block is not None:
                     block.run = above
             above.members += run.members
             above.uses += run.uses
             run.members, run.tick = [], 0
-            request.runs.pop(run, None)
+            request.drop(run)
             self.consider(above)
             run = above
 
@@ -472,7 +488,8 @@ class Hazard:
         if end > request.end:
             request.end, ends = end, self.history.end
             for run in request.runs:
-                ends[run.no] = end
+                if run.request is request:
+                    ends[run.no] = end
 
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""
@@ -518,15 +535,12 @@ class Hazard:
     def _empty(self, run: Run) -> None:
         """None of its blocks is cached and its own any more: it is forgotten but for its ghosts."""
         run.leave_queues()
-        request = self._requests.get(run.tick)
-        if request is not None:
-            request.runs.pop(run, None)
-            if request.tail is run:
-                request.tail = None
+        if run.request is not None and run.request.tail is run:
+            run.request.tail = None
         run.members.clear()
         run.uses.clear()
         run.n_dram = run.n_ssd = 0
-        del self._runs[run.no]
+        self._unlist(run)
         run.tick = 0
         if not self.history.left[run.no]:
             self.history.drop(run.no)
@@ -551,10 +565,11 @@ class Hazard:
                 run.uses.append(1)
             else:
                 no = self.history.add_uncounted(self.now_s, key)
-                run = self._runs[no] = Run(no, 1, self.now_s, block.rank, [block], bytearray(b"\x01"))
+                run = Run(no, 1, self.now_s, block.rank, [block], bytearray(b"\x01"))
+                self._enlist(run, None)
             run.n_ssd += 1
             block.run = run
-        for run in self._runs.values():
+        for run in self.runs():
             self.consider(run)
 
     def leave(self, block: Block) -> None:
@@ -641,6 +656,10 @@ class Hazard:
 
     # --- for measurement ------------------------------------------------------------------------------------------------
 
+    def runs(self) -> Iterator[Run]:
+        """All that have cached blocks."""
+        return (run for run in self._runs if run is not None)
+
     def history_bytes_per_id(self) -> float:
         """Of the packed history, for each block that it knows, cached or not."""
         return self.history.n_bytes() / max(1, self.history.n_ghosts + self.n_cached)
@@ -650,8 +669,9 @@ class Hazard:
         self.history.check()
         groups = [cast("RunGroup", group) for tier in self.tiers for group in tier.groups()]
         assert self.n_copies == sum(group.n_entries for group in groups), "copies are miscounted"
-        for no, run in self._runs.items():
-            assert run.no == no and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
+        assert self._n_runs == len(list(self.runs())), "runs are miscounted"
+        for run in self.runs():
+            assert self._runs[run.no] is run and run.members and run.members[-1] is not None and len(run.uses) == len(run.members)
             members = [block for block in run.members if block is not None]
             assert all(block.run is run and block.where & IN_ANY for block in members)
             assert all(a.depth <= b.depth and a.group is b.group for a, b in pairwise(members)), "order or classes"

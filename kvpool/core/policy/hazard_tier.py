@@ -213,8 +213,9 @@ class HazardTier:
         here = ~(self._in | self._parked | TWICE)
         twice = self._ssd_group(blocks[0]).twice
         for block in blocks:
+            if block.where & TWICE:
+                twice.pop(block, None)
             block.where &= here
-            twice.pop(block, None)
         if tier == SSD:
             brain.consider_ssd(run)
             return

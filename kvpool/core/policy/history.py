@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Container, Iterable, MutableSequence, Sequence
-from typing import Final
+from collections.abc import Iterable, MutableSequence, Sequence
+from typing import Any, Final
 
 from kvpool.core.policy.classes import EDGES_S, N_BINS
 
@@ -28,6 +28,7 @@ HEADS_MIN: Final = 1024
 NEVER: Final = float("inf")
 ROUNDING: Final = 1e-9
 UNCOUNTED: Final = (1 << 32) - 1
+GROWTH_PART: Final = 32  # of the ghosts' memory, that it grows by
 
 
 class _Queue:
@@ -202,7 +203,7 @@ class History:
         self.n_runs -= 1
         self._free.append(no)
 
-    def pass_by(self, now_s: float, reached: MutableSequence[float], watched: Container[int]) -> list[int]:
+    def pass_by(self, now_s: float, reached: MutableSequence[float], watched: list[Any]) -> list[int]:
         """The latest request used what it found: all runs of earlier ones are out of the first age bin. As `age`."""
         moved: list[int] = []
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
@@ -219,15 +220,15 @@ class History:
             keys[no] = key + age
             if time_s + EDGES_S[age] < self.soonest_s:
                 self.soonest_s = (time_s + EDGES_S[age]) * (1 - ROUNDING)
-            if no in watched:
+            if watched[no] is not None:
                 moved.append(no)
             no = following
         oldest[0] = end
         return moved
 
-    def age(self, now_s: float, reached: MutableSequence[float], watched: Container[int]) -> list[int]:
+    def age(self, now_s: float, reached: MutableSequence[float], watched: list[Any]) -> list[int]:
         """Moves runs to the age bin that they have reached, and counts in `reached`, by key, what there is of each, once a bin.
-        -> those of `watched` that moved, in order; one that moved on twice is named twice."""
+        -> those that moved and for which `watched`, by number, has something, in order; one that moved twice is named twice."""
         moved: list[int] = []
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
@@ -243,7 +244,7 @@ class History:
             while time_s <= due:
                 key = keys[no] = keys[no] + 1
                 reached[key] += left[no] / length[no]
-                if no in watched:
+                if watched[no] is not None:
                     moved.append(no)
                 no = after[no]
                 if no == end:
@@ -278,8 +279,9 @@ class History:
         self._list(no, prints[0])
 
     def _add_nodes(self, n: int) -> None:
-        """So many more free ones."""
+        """So many more free ones, at least."""
         first = len(self._ghost_print)
+        n = max(n, first // GROWTH_PART)
         self._ghost_print.extend([0] * n)
         self._ghost_next.extend(range(first + 1, first + n))
         self._ghost_next.append(self._ghost_free)

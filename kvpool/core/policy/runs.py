@@ -41,11 +41,19 @@ class Request:
         self.classed = (0, 0)  # bucket of new blocks and gap that its runs' classes were made of
         self.new = 0  # blocks that were not known
         self.end = 0  # rank behind its last block
-        self.runs: dict[Run, None] = {}  # those of its blocks that are cached
+        self.runs: list[Run] = []  # those of its blocks, perhaps some that are not any more
         self.tail: Run | None = None  # the one that is classed as its end
         self.here = 0  # rank behind the last that was used, stored or refused
         self.waiting: list[tuple[list[Block], bool]] = []  # refused, to be accounted behind those above them; whether its end
         self.refused = (0, 0)  # ranks of its blocks that were not stored, from and to: asked again they are no use
+
+    def drop(self, run: Run) -> None:
+        """One of `runs`, most often one of the last."""
+        runs = self.runs
+        for i in range(len(runs) - 1, -1, -1):
+            if runs[i] is run:
+                del runs[i]
+                return
 
 
 class Run:
@@ -53,13 +61,14 @@ class Run:
     it was used. Of each tier: how many have a copy there, a rank at which and behind which none has, and where the run is queued,
     None: it may not lose one there now. (Made for every request: few objects.)"""
 
-    __slots__ = ("base", "end_dram", "end_ssd", "members", "n_dram", "n_ssd", "no", "tick", "time_s", "uses", "waits_dram",
-                 "waits_ssd")  # fmt: skip
+    __slots__ = ("base", "end_dram", "end_ssd", "members", "n_dram", "n_ssd", "no", "request", "tick", "time_s", "uses",
+                 "waits_dram", "waits_ssd")  # fmt: skip
 
     def __init__(self, no: int, tick: int, time_s: float, base: int, members: list[Block | None], uses: bytearray) -> None:
         self.no, self.tick, self.time_s, self.base, self.members, self.uses = no, tick, time_s, base, members, uses
         self.n_dram = self.n_ssd = 0
         self.end_dram = self.end_ssd = FAR
+        self.request: Request | None = None  # whose run it is, None: an earlier process', or no run any more
         self.waits_dram: Turn | None = None
         self.waits_ssd: Turn | None = None
 
