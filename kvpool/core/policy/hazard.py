@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.classes import (
@@ -45,7 +44,9 @@ from kvpool.core.policy.runs import (
     PARKED_SSD,
     Request,
     Run,
+    alike,
     common,
+    descends,
     fingerprint,
     fingerprints,
     link,
@@ -67,7 +68,6 @@ SLACK_BLOCKS: Final = 2  # a request that shares all but so many last blocks of 
 UNRELATED_MAX: Final = 64  # blocks of a run whose places in it do not follow from their ranks
 REQUESTS_MAX: Final = 512  # remembered as under way
 WAITING_MAX: Final = 8192  # refused blocks of these that wait until those above them are stored
-_GROUP: Final = attrgetter("group")
 
 
 class Hazard:
@@ -114,19 +114,19 @@ class Hazard:
                 moved = self.history.age(now_s, self.table.reached, self._runs)
                 if len(moved) > self._n_runs:  # (after a long time: queued once, in the last one's order)
                     moved = [*dict.fromkeys(reversed(moved))][::-1]
-                self._requeue(moved)
+                self._grow_older(moved)
 
     def _pass_by(self) -> None:
         """The latest request used what it found: another request passed by all the rest."""
         self._has_begun = False
-        self._requeue(self.history.pass_by(self.now_s, self.table.reached, self._runs))
+        self._grow_older(self.history.pass_by(self.now_s, self.table.reached, self._runs))
 
-    def _requeue(self, moved: list[int]) -> None:
+    def _grow_older(self, moved: list[int]) -> None:
         runs, keys = self._runs, self.history.key
         for no in moved:
             run = runs[no]
             if run is not None and (run.waits_dram is not None or run.waits_ssd is not None):
-                run.requeue(keys[no])
+                run.grow_older(keys[no])
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Hazard:
     def used(self, blocks: Sequence[Block | None], tick: int) -> None:
         """Blocks of one batch, in chain order (None: a gap), were used by the request of this tick."""
         request, rival = self._request(tick), self.rival
-        if len(set(blocks)) + max(0, blocks.count(None) - 1) < len(blocks):
+        if not descends(blocks):
             blocks = once(blocks)
         part: list[Block | None] = []
         uses = bytearray()
@@ -389,7 +389,7 @@ class Hazard:
         base = first.rank
         if base + end > request.end:
             self._reaches(base + end, request)
-        variable = first.space.spec.variable and len(set(map(_GROUP, blocks))) > 1
+        variable = first.space.spec.variable and not alike(blocks)
         buckets = bytes(uses.translate(USE_BUCKETS))
         of_request = first_key(0, int(tail), new_bucket(request.new), request.gap)
         reached, history, now_s = self.table.reached, self.history, self.now_s

@@ -114,13 +114,13 @@ def gittins(chance: Floats, first_s: float) -> Floats:
     chance = np.ascontiguousarray(chance.T)
     stay = 1 - chance
     cost = widths_s[:, np.newaxis] * (1 - 0.5 * chance)  # a use comes in the middle of its bin
-    here, hits, seconds, index = np.ones_like(chance), np.zeros_like(chance), np.zeros_like(chance), np.zeros_like(chance)
-    part = np.empty_like(chance)
+    events = np.stack((chance, cost), axis=1)  # [bins, 2, n]
+    here, index = np.ones_like(chance)[:, np.newaxis], np.zeros_like(chance)
+    sums, part = np.zeros_like(events), np.empty_like(events)  # hits, seconds
     for last in range(N_BINS):  # given up so many bins later: bin j + last is the last one
         n = N_BINS - last
-        here, hits, seconds, part = here[:n], hits[:n], seconds[:n], part[:n]
-        hits += np.multiply(here, chance[last:], out=part)
-        seconds += np.multiply(here, cost[last:], out=part)
-        np.maximum(index[:n], np.divide(hits, seconds, out=part), out=index[:n])
-        here *= stay[last:]
+        here, sums, part, best = here[:n], sums[:n], part[:n], index[:n]
+        sums += np.multiply(here, events[last:], out=part)
+        np.maximum(best, np.divide(sums[:, 0], sums[:, 1], out=part[:, 0]), out=best)
+        here *= stay[last:, np.newaxis]
     return index.T

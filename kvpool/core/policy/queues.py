@@ -53,11 +53,13 @@ class Turn:
 class Queue:
     """Runs of one class and age in one group, those used longest ago first."""
 
-    __slots__ = ("first", "last")
+    __slots__ = ("first", "key", "last", "older")
 
-    def __init__(self) -> None:
+    def __init__(self, key: int) -> None:
+        self.key = key
         self.first: Turn | None = None
         self.last: Turn | None = None
+        self.older: Queue | None = None  # of the same class, an age bin older: where most runs go that leave this one
 
     def append(self, turn: Turn) -> None:
         last = self.last
@@ -92,7 +94,7 @@ class RunGroup(Group):
         super().__init__(key)
         self._table = table
         self._by_key: dict[int, Queue] = {}
-        # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over
+        # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over.
         self._heap: list[tuple[float, float, int]] = []
         self._version = table.version
         self.twice: dict[Block, None] = {}  # of an SSD tier: blocks that came to DRAM too and are not parked
@@ -108,7 +110,26 @@ class RunGroup(Group):
         """The same of one that has left its queue."""
         queue = self._by_key.get(key)
         if queue is None:
-            queue = self._by_key[key] = Queue()
+            queue = self._by_key[key] = Queue(key)
+        self._put(turn, queue)
+
+    def grow_older(self, turn: Turn, key: int) -> None:
+        """The same of one that is in the queue of this key or of a younger age, most often the age before."""
+        queue = turn.queue
+        assert queue is not None
+        turn.leave()
+        if queue.key == key - 1:
+            older = queue.older
+            if older is None:
+                older = self._by_key.get(key)
+                if older is None:
+                    older = self._by_key[key] = Queue(key)
+                queue.older = older
+            self._put(turn, older)
+        else:
+            self.queue(turn, key)
+
+    def _put(self, turn: Turn, queue: Queue) -> None:
         first, time_s = queue.first, turn.run.time_s
         if first is None or time_s >= first.run.time_s:
             queue.append(turn)
@@ -116,7 +137,7 @@ class RunGroup(Group):
                 return
         else:
             queue.put_first(turn)
-        heappush(self._heap, (self._table.index[key], time_s, key))
+        heappush(self._heap, (self._table.index[queue.key], time_s, queue.key))
         if len(self._heap) > 2 * len(self._by_key) + HEAP_SLACK:  # (nobody asks while there is room)
             self._sort()
 
@@ -154,5 +175,7 @@ class RunGroup(Group):
             if queue.first is not None:
                 by_key[key] = queue
                 heap.append((index[key], queue.first.run.time_s, key))
+            if queue.older is not None and queue.older.first is None:
+                queue.older = None  # (it is dropped)
         heapify(heap)
         self._by_key, self._heap = by_key, heap

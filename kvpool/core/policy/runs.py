@@ -88,6 +88,13 @@ class Run:
             block = block.up
         return found
 
+    def grow_older(self, key: int) -> None:
+        """It is of this age now, an older one."""
+        if self.waits_dram is not None:
+            self.waits_dram.group.grow_older(self.waits_dram, key)
+        if self.waits_ssd is not None:
+            self.waits_ssd.group.grow_older(self.waits_ssd, key)
+
     def requeue(self, key: int) -> None:
         """It is of this class and age now."""
         waits = self.waits_dram
@@ -203,6 +210,23 @@ def common(members: list[Block | None], at: int, blocks: Sequence[Block | None],
     while n < k and part[n] is not None and part[n] is blocks[i + n]:
         n += 1
     return n
+
+
+def descends(blocks: Sequence[Block | None]) -> bool:
+    """Whether each is deeper in its chain than the one before it, so that none comes again."""
+    rank = -1
+    for block in blocks:
+        if block is not None:
+            if block.rank <= rank:
+                return False
+            rank = block.rank
+    return True
+
+
+def alike(blocks: Sequence[Block | None]) -> bool:
+    """Whether they can replace each other."""
+    first = blocks[0]
+    return first is None or all(block is not None and block.group is first.group for block in blocks)
 
 
 def once(blocks: Sequence[Block | None]) -> list[Block | None]:
