@@ -40,6 +40,7 @@ from kvpool.core.room import Leave, Room
 from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
+FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 WAITING_MAX: Final = 16  # puts whose blocks are kept while they wait for room
 RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, once it displaced copies of what is in DRAM
 
@@ -100,6 +101,9 @@ class Copies(Keeping):
             orphaned=self._drop_orphans,
             waiting=self._waiting,
             is_of=self._is_of,
+            carries=self._carries,
+            n_below=self._n_below,
+            is_writing=self._is_writing,
         )
         self._ssd_policy: EvictionPolicy | None = None
         self._ssd_room: Room | None = None
@@ -118,6 +122,9 @@ class Copies(Keeping):
                 orphaned=self._drop_orphans,
                 waiting=self._waiting,
                 is_of=self._is_of,
+                carries=self._carries,
+                n_below=self._n_below,
+                is_writing=self._is_writing,
             )
 
     # --- what the rooms ask ---------------------------------------------------------------------------------------------
@@ -131,7 +138,9 @@ class Copies(Keeping):
     def _ssd_wants(self, block: Block, spare_tick: int) -> bool:
         """Whether the SSD tier should have this dirty block: it has room, or something colder that may be lost for it. So what
         goes for good is the coldest of both tiers: a chain loses its tail first, wherever its parts lie."""
-        if block.refused or not self.ssd_writable or self.ssd is None or self._ssd_room is None or self._ssd_policy is None:
+        if not self.ssd_writable or self.ssd is None or self._ssd_room is None or self._ssd_policy is None:
+            return False
+        if block.refused and not self._may_ask_again(block, spare_tick):
             return False
         if not self._budget.allows():
             return False
@@ -173,6 +182,36 @@ class Copies(Keeping):
             return False
         return not (self._dram_room.emptying and self._dram_room.is_emptying(block))
 
+    def _may_ask_again(self, block: Block, spare_tick: int) -> bool:
+        """Whether one that the SSD tier refused while it spared another tick is asked for once more: all that hangs below it
+        would be lost with it."""
+        return spare_tick != block.spare_tick and block.failures < FAILURES_MAX and self._must_stay(block)
+
+    def _ask_again(self, block: Block, spare_tick: int) -> None:
+        if block.refused:
+            block.refused, block.spare_tick = False, spare_tick
+            self._dirty[block] = None
+
+    def _carries(self, entry: Entry) -> bool:
+        """Whether what hangs below it is on SSD, and lost with it. (An SSD copy leaves after those.)"""
+        return isinstance(entry, Block) and entry.ssd is None and self._must_stay(entry)
+
+    def _n_below(self, entry: Entry, n_max: int) -> int:
+        """How many blocks hang below it, where the policy knows that; n_max: or more."""
+        assert isinstance(entry, Block)
+        kids, n = [entry.kid], 0
+        while kids and n < n_max:
+            kid = kids.pop()
+            while kid is not None and n < n_max:
+                n += 1
+                kids.append(kid.kid)
+                kid = kid.next_kid
+        return n
+
+    def _is_writing(self) -> bool:
+        """Whether blocks of DRAM are being written down, or are to be."""
+        return self.n_demoting > 0 or bool(self._soon) or bool(self._urgent)
+
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick
         assert isinstance(entry, SsdCopy)
@@ -190,7 +229,7 @@ class Copies(Keeping):
         entry.on_idle = True
         self._dram_policy.park(entry)
 
-    def _set_aside(self, entries: Sequence[Entry]) -> None:
+    def _set_aside(self, entries: Sequence[Entry], spare_tick: int) -> None:
         """The first is dirty and should leave DRAM: it is written down soon and passed over until then. With it those above."""
         first = entries[0]
         assert isinstance(first, Block)
@@ -199,6 +238,7 @@ class Copies(Keeping):
         for entry in entries:
             assert isinstance(entry, Block)
             if entry.dirty and not entry.demoting:
+                self._ask_again(entry, spare_tick)
                 self._soon[entry] = None
         self._park_dram(first)
 
@@ -206,6 +246,7 @@ class Copies(Keeping):
         """These must be written down so that there is room for a batch of this tick."""
         for entry in entries:
             if isinstance(entry, Block) and entry.dirty and not entry.demoting:
+                self._ask_again(entry, tick)
                 self._urgent[entry] = None
                 entry.spare_tick = tick
 

@@ -15,13 +15,12 @@ from operator import itemgetter
 from typing import Final
 
 from kvpool.core.block import DRAM, SSD, Block, SsdCopy
-from kvpool.core.copies import RESUME_PART, Copies
+from kvpool.core.copies import FAILURES_MAX, RESUME_PART, Copies
 from kvpool.core.policy.eviction import NO_LIMIT, TICKS_RECENT
 from kvpool.core.retention import PRIORITY_DEFAULT, Keep
 from kvpool.core.slots import INDEX_MASK, Slot
 from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
-FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
 ADOPTED_PER_TICK: Final = 256
 PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
 PLAN_PART: Final = 32  # of DRAM must be stored before it is looked again which dirty blocks leave soon
@@ -100,7 +99,7 @@ class Movement(Copies):
             if found and taken + block.size > max_bytes:
                 break
             if ahead:
-                block.spare_tick = tick or self._dram_policy.tick_of(block)
+                block.spare_tick = 0 if self._must_stay(block) else tick or self._dram_policy.tick_of(block)
             self._urgent.pop(block, None)
             self._soon.pop(block, None)
             self._through.pop(block, None)

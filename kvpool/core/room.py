@@ -23,6 +23,8 @@ EXTENTS_MAX: Final = 64  # looked at in one call before giving up
 COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
+DEAR_MAX: Final = 64  # entries with which others are lost, that are compared, and
+BELOW_MAX: Final = 1024  # how many of these are counted
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 
@@ -40,20 +42,24 @@ class Room:
     def __init__(
         self, slots: SlabAllocator, policy: EvictionPolicy, *, may_leave: Callable[[Entry, int], Leave],
         evict: Callable[[Entry], None], evict_many: Callable[[Sequence[Entry]], None], park: Callable[[Entry], None],
-        set_aside: Callable[[Sequence[Entry]], None], slot_of: Callable[[Entry], Slot], survives: Callable[[Entry, int], bool],
-        orphaned: Callable[[NamespaceUid, dict[int, int]], None], waiting: Mapping[int, None],
-        is_of: Callable[[Entry, Collection[int]], bool],
+        set_aside: Callable[[Sequence[Entry], int], None], slot_of: Callable[[Entry], Slot],
+        survives: Callable[[Entry, int], bool], orphaned: Callable[[NamespaceUid, dict[int, int]], None],
+        waiting: Mapping[int, None], is_of: Callable[[Entry, Collection[int]], bool], carries: Callable[[Entry], bool],
+        n_below: Callable[[Entry, int], int], is_writing: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`may_leave(entry, spare_tick)`. `evict_many`: of what `policy.victims` gave, from its first on. `set_aside`: the first
-        of these must be cleaned, and is no victim until then (where a policy is not by recency: a put waits for no write while
-        there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there when the entry leaves this
-        tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these went for good, the first
-        in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`: ticks of puts that wait
-        for room; nothing of them is lost. `is_of(entry, ticks)`: whether it, or what hangs on it, was used at one of these."""
+        """`may_leave(entry, spare_tick)`. `evict_many`: of what `policy.victims` gave, from its first on. `set_aside(entries,
+        spare_tick)`: the first of these must be cleaned, and is no victim until then (where a policy is not by recency: a put
+        waits for no write while there is a clean one). `survives(entry, spare_tick)`: whether the block would still be there
+        when the entry leaves this tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these
+        went for good, the first in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`:
+        ticks of puts that wait for room; nothing of them is lost. `is_of(entry, ticks)`: whether it, or what hangs on it, was
+        used at one of these. `carries(entry)`: whether others, in another tier, are lost with it: it goes only when nothing
+        else may, and none comes by being cleaned (`is_writing()`); the one with the fewest (`n_below(entry, n_max)`) then."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
         self._set_aside, self._survives, self._orphaned = set_aside, survives, orphaned
         self._waiting, self._is_of = waiting, is_of
+        self._carries, self._n_below, self._is_writing = carries, n_below, is_writing
         self._turn = 0
         self.emptying = 0  # number of the extent whose dirty blocks are being written down for somebody, 0: none
 
@@ -120,6 +126,7 @@ class Room:
         policy = self._policy
         aside: list[Entry] = []
         own: list[Entry] = []
+        dear: list[Entry] = []
         evicted = 0
         while evicted < need:
             entries = policy.victims(group, max(need - evicted, at_once))
@@ -134,12 +141,16 @@ class Room:
                     continue
                 if policy.order_of(entry) <= limit:
                     break
+                if self._carries(entry):
+                    policy.park(entry)
+                    dear.append(entry)
+                    continue
             if leave is Leave.YES:
                 evicted += self._evict_alike(entries, spare_tick)
             elif leave is Leave.BUSY:
                 self._park(entry)
             elif not policy.by_recency:
-                self._set_aside(entries)
+                self._set_aside(entries, spare_tick)
             else:
                 policy.park(entry)
                 aside.append(entry)
@@ -147,6 +158,11 @@ class Room:
                     break
         for entry in reversed(own):
             policy.unpark(entry)
+        for entry in reversed(dear):
+            policy.unpark(entry)
+        if dear and not evicted and not aside and not self._is_writing():
+            self._evict(min(dear[:DEAR_MAX], key=lambda entry: self._n_below(entry, BELOW_MAX)))
+            evicted = 1
         for entry in reversed(aside):
             policy.unpark(entry)
         return evicted, aside

@@ -170,13 +170,37 @@ def test_a_copy_written_ahead_is_no_spare_one_also_when_it_was_passed_over() -> 
     rig, brain = learned(64, 16)
     rig.put_waiting(chain("a", 8))
     rig.write_all_down()
-    policy, pinned = brain.tiers[1], rig.pin(chain("a", 8))
+    policy, pinned = brain.tiers[1], rig.table.pin(chain("a", 8), now_ms=rig.now, touch=False)
     policy.lean = True
     for block in pinned.blocks:
         rig.table._park_ssd(block.ssd_copy)  # type: ignore[arg-type, union-attr]
     rig.table.unpin(pinned.blocks)  # type: ignore[arg-type]
     assert not any(policy.is_parked(block.ssd_copy) for block in pinned.blocks)  # type: ignore[arg-type, union-attr]
     assert not policy.spares(policy.groups()[0], 1)
+    rig.get(chain("a", 4))
+    spare = policy.spares(policy.groups()[0], 8)
+    assert [copy.block.depth for copy in spare] == [3, 2, 1, 0], "used again: they will not leave DRAM soon"
+    rig.check()
+
+
+@pytest.mark.parametrize("first", [100, 200])
+def test_a_head_that_leaves_a_small_dram_takes_nothing_along(first: int) -> None:
+    """One session longer than both tiers, three short ones between: what hangs on SSD below a head is not lost for it."""
+    requests: list[Request] = []
+    now_ms = 0.0
+    for turn in range(60):
+        small = [range(10**6 * (1 + k % 3), 10**6 * (1 + k % 3) + 4 + turn // 8) for k in range(6)]
+        for ids in (range(first + 40 * (turn // 2)), *small):
+            requests.append(Request(now_ms, len(ids), 1, tuple(ids)))
+            now_ms += 250 if len(ids) < first else 1000
+    hits = {}
+    for policy in ("lru", "hazard"):
+        replaying = CoreReplay(policy=policy, block_bytes=BLOCK, dram_bytes=20 * BLOCK, ssd_bytes=180 * BLOCK)
+        for request in requests:
+            replaying.serve(request)
+        replaying.table.check()
+        hits[policy] = replaying.outcome.hits
+    assert hits["hazard"] >= 0.98 * hits["lru"]
 
 
 def test_a_namespace_at_its_quota_says_nothing_of_lru() -> None:

@@ -42,6 +42,7 @@ from kvpool.core.policy.runs import (
     IN_SSD,
     PARKED_DRAM,
     PARKED_SSD,
+    TWICE,
     Request,
     Run,
     alike,
@@ -49,6 +50,7 @@ from kvpool.core.policy.runs import (
     descends,
     fingerprint,
     fingerprints,
+    is_twice,
     link,
     once,
     unlink,
@@ -426,6 +428,8 @@ class Hazard:
                 for block in members:
                     if block is not None:
                         block.run, where = run, block.where
+                        if where & (IN_ANY | TWICE) == IN_ANY:
+                            is_twice(block)
                         n_dram += where & IN_DRAM
                         n_ssd += where & IN_SSD
                 run.n_dram, run.n_ssd = n_dram, n_ssd >> 1

@@ -7,10 +7,9 @@ from heapq import heappop, heappush
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, cast
 
-from kvpool.core.namespaces import WritePolicy
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_SSD, PARKED, PARKED_SSD, SSD, TWICE, is_parent, link
+from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_SSD, PARKED, PARKED_SSD, SSD, TWICE, is_parent, is_twice, link, ssd_group
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block, SsdCopy
@@ -85,10 +84,8 @@ class HazardTier:
                     brain.consider(up.run)
             else:
                 if tier == DRAM:
-                    if where & IN_SSD and block.space.spec.write_policy is not WritePolicy.THROUGH:
-                        block.where |= TWICE
-                        if not where & PARKED_SSD:
-                            self._ssd_group(block).twice[block] = None
+                    if where & IN_SSD:
+                        is_twice(block)
                     run.joined_dram(block)
                     brain.consider(run)
                     if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:
@@ -129,7 +126,7 @@ class HazardTier:
         if not where & self._in:
             return
         if where & TWICE:
-            self._ssd_group(block).twice.pop(block, None)
+            ssd_group(block).twice.pop(block, None)
         where = block.where = where & ~(self._in | self._parked | TWICE)
         group: RunGroup = entry.group  # type: ignore[assignment]
         group.n_entries -= 1
@@ -211,7 +208,7 @@ class HazardTier:
             brain.retire(blocks, tier)
             return
         here = ~(self._in | self._parked | TWICE)
-        twice = self._ssd_group(blocks[0]).twice
+        twice = ssd_group(blocks[0]).twice
         for block in blocks:
             if block.where & TWICE:
                 twice.pop(block, None)
@@ -309,7 +306,7 @@ class HazardTier:
         if block.where & (self._in | self._parked) == self._in:
             block.where |= self._parked
             if self._tier == SSD and block.where & TWICE:
-                self._ssd_group(block).twice.pop(block, None)
+                ssd_group(block).twice.pop(block, None)
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
     def is_parked(self, entry: Entry) -> bool:
@@ -320,19 +317,15 @@ class HazardTier:
         if block.where & self._parked:
             block.where &= ~self._parked
             if self._tier == SSD and block.where & TWICE:
-                self._ssd_group(block).twice[block] = None
+                ssd_group(block).twice[block] = None
             self._brain.consider(block.run)  # type: ignore[arg-type]
 
     def check(self) -> None:
         for group in self._groups.values():
             for block in group.twice:
                 assert block.where & (IN_ANY | PARKED_SSD | TWICE) == IN_ANY | TWICE, "no second copy"
-                assert self._ssd_group(block) is group
+                assert ssd_group(block) is group
         self._brain.check()
-
-    @staticmethod
-    def _ssd_group(block: Block) -> RunGroup:
-        return cast(RunGroup, cast("Entry", block.ssd_copy).group)
 
     def _block(self, entry: Entry) -> Block:
         return cast("Block", entry) if self._tier == DRAM else cast("SsdCopy", entry).block

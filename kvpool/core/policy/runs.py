@@ -6,14 +6,16 @@ A family: a block knows its parent and its children that are in a tier of this w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
+from kvpool.core.namespaces import WritePolicy
 from kvpool.core.policy.history import PRINT_MASK
 from kvpool.core.types import HASH_BYTES, Key
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block
-    from kvpool.core.policy.queues import Turn
+    from kvpool.core.policy.eviction import Entry
+    from kvpool.core.policy.queues import RunGroup, Turn
 
 DRAM: Final = 0
 SSD: Final = 1
@@ -21,7 +23,7 @@ IN_DRAM: Final = 1  # of Block.where
 IN_SSD: Final = 2
 PARKED_DRAM: Final = 4
 PARKED_SSD: Final = 8
-TWICE: Final = 16  # it came to DRAM while it was on SSD, and is in both
+TWICE: Final = 16  # it came to DRAM while it was on SSD, or was used while in both, and is in both
 FAR: Final = 1 << 60
 IN_ANY: Final = IN_DRAM | IN_SSD
 IN: Final[tuple[int, ...]] = (IN_DRAM, IN_SSD)
@@ -238,6 +240,19 @@ def once(blocks: Sequence[Block | None]) -> list[Block | None]:
         if block is not None:
             seen.add(block)
     return found
+
+
+def ssd_group(block: Block) -> RunGroup:
+    """Of its copy there."""
+    return cast("RunGroup", cast("Entry", block.ssd_copy).group)
+
+
+def is_twice(block: Block) -> None:
+    """It is in both tiers, and will not leave DRAM soon: its copy on SSD is no use for now. (Unless it was asked for.)"""
+    if block.space.spec.write_policy is not WritePolicy.THROUGH:
+        block.where |= TWICE
+        if not block.where & PARKED_SSD:
+            ssd_group(block).twice[block] = None
 
 
 def is_parent(above: Block, block: Block) -> bool:
