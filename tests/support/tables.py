@@ -195,8 +195,10 @@ class Rig:
         """Reads and promotes what is on SSD alone."""
         pinned = self.pin(batch, first_miss=False)
         done = []
+        n_more = sum(block is not None and block.dram is None for block in pinned.blocks)
         for block in pinned.blocks:
-            slot = self.table.promote_reserve(block, wanted=wanted) if block is not None else None
+            n_more -= block is not None and block.dram is None
+            slot = self.table.promote_reserve(block, wanted=wanted, n_more=n_more) if block is not None else None
             if block is not None and slot is not None:
                 assert block.ssd is not None
                 arena, offset, _ = self.table.dram.place(slot)

@@ -500,6 +500,28 @@ def test_a_promoted_block_keeps_its_ssd_copy_so_that_it_leaves_for_nothing() -> 
     rig.check()
 
 
+def test_room_for_the_promotions_of_a_get_is_made_at_once_and_no_more_than_they_need() -> None:
+    rig, _ = learned(12, 100, low_watermark=0.0)
+    for tag in "ab":
+        rig.now += 1000
+        rig.put_waiting(chain(tag, 12))
+        rig.write_all_down()
+    assert rig.has(chain("a", 12)) == [SSD] * 12
+    rig.now += 1000
+    pinned = rig.pin(chain("a", 12).slice(0, 5))
+    left = []
+    slots = []
+    for i, block in enumerate(pinned.blocks):
+        slots.append(rig.table.promote_reserve(block, n_more=4 - i))  # type: ignore[arg-type]
+        left.append(rig.table.counters["evicted_dram"] - 12)
+    assert None not in slots and left == [1, 5, 5, 5, 5], "its last block, which is a run of its own, then four of the one above"
+    assert rig.has(chain("b", 12)) == [BOTH] * 7 + [SSD] * 5, "the deepest of the other one left"
+    for block, slot in zip(pinned.blocks, slots, strict=True):
+        rig.table.promote_done(block, slot, None, ok=False)  # type: ignore[arg-type]
+    rig.table.unpin(pinned.blocks)
+    rig.check()
+
+
 def test_a_run_whose_deepest_block_in_dram_is_used_alone_loses_none_above_it() -> None:
     rig, _ = learned(4, 16)
     for start in (0, 4):
