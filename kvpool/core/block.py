@@ -90,29 +90,33 @@ class Block(Entry):
         self.parked = 1
         self.reused = False
         self.group = group
-        self.space, self.key, self.size, self.depth, self.parent = space, key, size, depth, parent
-        self.rank, self.tick = rank, tick  # of its reservation
+        # (Compiled, this is their order in memory: what is used together is together.)
         self.run: Run | None = None  # these are a policy's: what it is part of,
         self.where = 0  # the tiers that the policy knows it in, and in which it is parked,
-        self.up = self.kid = self.next_kid = self.last_kid = _NO_BLOCK  # its parent, its first child, its siblings, and
-        self.n_dram_kids = 0  # how many children have a copy in DRAM
-        self.sums: bytes | None = None  # packed u64 chunk sums, None until read once (adopted blocks)
-        self.sum = 0  # of the whole block
+        self.up = self.kid = _NO_BLOCK  # its parent, its first child,
+        self.n_dram_kids = 0  # how many children have a copy in DRAM, and
+        self.rank = rank
+        self.key = key
+        self.next_kid = self.last_kid = _NO_BLOCK  # its siblings
+        self.ssd_copy: SsdCopy | None = None
         self.dram: Slot | None = None
         self.ssd: Slot | None = None
-        self.ssd_copy: SsdCopy | None = None
         self.pins = 0  # transfers under way: both copies stay
-        self.keep: Keep | None = None  # expiry, priority, pin, where it has any
-        self.held_dram = self.held_ssd = 0  # holds on the copy in that tier
         self.live = False
-        self.gone: MissCause | None = None
         self.dirty = False  # there is an SSD tier and no copy in it: may not just be dropped
         self.refused = False  # the SSD tier will not have it: may be dropped
         self.demoting = self.promoting = False
-        self.spare_tick = 0  # when it is written down no last copies of this tick go for it: of the put that waits for its slot
-        self.failures = 0  # of writing it down
-        self.flight: Slot | None = None  # where a demotion or promotion under way writes to
         self.on_idle = False  # something is to be done when the last pin or hold goes
+        self.held_dram = self.held_ssd = 0  # holds on the copy in that tier
+        self.keep: Keep | None = None  # expiry, priority, pin, where it has any
+        self.space, self.size, self.depth, self.parent = space, size, depth, parent
+        self.tick = tick  # of its reservation
+        self.spare_tick = 0  # when it is written down no last copies of this tick go for it: of the put that waits for its slot
+        self.flight: Slot | None = None  # where a demotion or promotion under way writes to
+        self.sums: bytes | None = None  # packed u64 chunk sums, None until read once (adopted blocks)
+        self.sum = 0  # of the whole block
+        self.gone: MissCause | None = None
+        self.failures = 0  # of writing it down
         self.doomed: list[tuple[Tiers, Slot]] | None = None  # copies to free then
 
     @property
