@@ -10,7 +10,7 @@ when it is done and the I/O (`worker.mover`, the read path).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import Final
 
@@ -60,7 +60,8 @@ class Movement(Copies):
         groups = self._dram_policy.groups() if left > 0 else ()
         for group in groups:
             of_group = left / len(groups)
-            for entry in islice(self._dram_policy.in_order(group), PLAN_LOOKS_MAX // len(groups)):
+            n_looks = min(PLAN_LOOKS_MAX // len(groups), -(-int(of_group) // group.key[1]))
+            for entry in self._dram_policy.coldest(group, n_looks):
                 assert isinstance(entry, Block)
                 of_group -= entry.size
                 if entry in self._dirty:

@@ -226,25 +226,29 @@ class HazardTier:
 
     def coldest(self, group: Group, n: int) -> list[Entry]:
         found: list[Entry] = []
-        for entry in self.in_order(group):
+        for entries in self._runs_in_order(group):
+            found += entries
             if len(found) >= n:
                 break
-            found.append(entry)
-        return found
+        return found[:n]
 
     def in_order(self, group: Group) -> Iterator[Entry]:
-        """Blocks of this tier, about in the order in which they would leave: when a run has left, the one above it is next in its
-        turn. Nothing may change meanwhile."""
+        for entries in self._runs_in_order(group):
+            yield from entries
+
+    def _runs_in_order(self, group: Group) -> Iterator[list[Entry]]:
+        """Blocks of this tier, a run at a time, about in the order in which they would leave: when a run has left, the one above
+        it is next in its turn. Nothing may change meanwhile."""
         above: list[tuple[float, int, Run]] = []
         seen: set[Run] = set()
         for worth, run in cast(RunGroup, group).in_order():
             while above and above[0][0] <= worth:
-                yield from self._of_run(heappop(above)[2], above, seen)
+                yield self._of_run(heappop(above)[2], above, seen)
             if run not in seen:
                 seen.add(run)
-                yield from self._of_run(run, above, seen)
+                yield self._of_run(run, above, seen)
         while above:
-            yield from self._of_run(heappop(above)[2], above, seen)
+            yield self._of_run(heappop(above)[2], above, seen)
 
     def _of_run(self, run: Run, above: list[tuple[float, int, Run]], seen: set[Run]) -> list[Entry]:
         here = self._in
