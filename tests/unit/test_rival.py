@@ -234,7 +234,7 @@ def test_modes() -> None:
     assert set(judged(rival, ahead=-300, times=100)) == {Mode.LEARNED}
     assert set(judged(rival, ahead=0, times=STAY_MIN)) == {Mode.LEARNED}
     modes = judged(rival, ahead=100, times=60)
-    assert modes.index(Mode.LEAN) < modes.index(Mode.RECENT) < 48 and modes[-1] is Mode.RECENT
+    assert modes.index(Mode.LEAN) < modes.index(Mode.RECENT) < 40 and modes[-1] is Mode.RECENT
     modes = judged(rival, ahead=0, times=400)
     assert modes[-1] is Mode.LEARNED and Mode.LEAN in modes
     assert Mode.LEAN not in judged(rival, ahead=100, times=60, two_tiers=False)

@@ -16,10 +16,10 @@ from typing import Final
 
 DECAY: Final = 0.97  # of what was compared, at a refresh
 MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by, with one tier and with two
-STAY_MIN: Final = 24  # refreshes in a mode before it is given up,
+STAY_MIN: Final = 32  # refreshes in a mode before it is given up,
 STAY_MAX: Final = 1024  # and at most
 BIAS_DECAY: Final = 0.999  # a refresh
-TURNS: Final = 1  # times what is cached must have been used or stored then, and before anything is judged
+TURNS: Final = 4  # times what is cached must have been used or stored then; half of it goes by without judgement
 
 
 class Mode(IntEnum):
@@ -78,5 +78,5 @@ class Rival:
     def _enter(self, mode: Mode, n_cached: int) -> None:
         self.mode = mode
         self._left = self._stay, TURNS * n_cached * self._stay // STAY_MIN
-        self._deaf = STAY_MIN // 6, TURNS * n_cached
+        self._deaf = STAY_MIN // 8, TURNS * n_cached // 2
         self._ahead = self._squares = self._lru = 0.0
