@@ -16,6 +16,8 @@ from typing import Final
 
 DECAY: Final = 0.97  # of what was compared, at a refresh
 MARGINS: Final[tuple[float, ...]] = (0.01, 0.02)  # of LRU's hits that it must be ahead by, with one tier and with two
+SURE: Final = 2.0  # times what chance makes of nothing it must be ahead by,
+PLAIN: Final = 5.0  # or once that and so many times the margin
 STAY_MIN: Final = 32  # refreshes in a mode before it is given up,
 STAY_MAX: Final = 1024  # and at most
 BIAS_DECAY: Final = 0.999  # a refresh
@@ -60,7 +62,9 @@ class Rival:
         self._lru = self._lru * DECAY + lru
         self._bias *= BIAS_DECAY
         ahead_by = self._ahead - self._bias * self._lru
-        if self.mode < Mode.RECENT and ahead_by > MARGINS[two_tiers] * self._lru and ahead_by > self._squares**0.5:
+        least, chance = MARGINS[two_tiers] * self._lru, self._squares**0.5
+        is_sure = ahead_by > SURE * chance or (ahead_by > chance and ahead_by > PLAIN * least)
+        if self.mode < Mode.RECENT and ahead_by > least and is_sure:
             if self._was_back and max(self._left) > 0:
                 self._stay = min(2 * self._stay, STAY_MAX)
             self._was_back = False
