@@ -5,6 +5,11 @@ would have had is known for each run without a second cache (`history.lru_hits`)
 is ahead the policy goes its way. It is an LRU of blocks that knows no pins, sizes and second copies; namespaces with a quota are
 not compared. Owns the comparison and the mode; what a mode means is up to `hazard`, `hazard_tier` and `lifetable`.
 
+What that promises: a lead of LRU that lasts is followed. Not that there is none. Whoever has n hits in a scan longer than the
+cache, where LRU has none, kept n blocks that LRU had given up by then, and lacks n that it has: if those are asked for instead,
+LRU is n hits ahead. So a policy is better than LRU somewhere or never below it, not both; what is lost before it is noticed is
+some part of what is cached, at each change.
+
     LEARNED ──LRU is ahead──▶ LEAN (two tiers) ──still──▶ RECENT      when LRU is ahead again soon after a step back,
        ▲────────after a while─────┘   ▲──after a while──────┘         the next while is twice as long
 """
