@@ -144,16 +144,17 @@ class Copies(Keeping):
             return False
         if not self._budget.allows():
             return False
-        if self._must_stay(block):
+        must_stay = self._must_stay(block)
+        if must_stay and not block.refused:
             return True
-        if self._wants_second_use(block) and not self._dram_policy.was_reused(block):
+        if not must_stay and self._wants_second_use(block) and not self._dram_policy.was_reused(block):
             return False
         uid, size = block.space.uid, block.size
         fits = size <= self.ssd.largest_size()
         if fits and self.ssd.has_room(uid, size):
             return True
-        order = self._dram_policy.order_of(block)
-        if self._n_flights and order < self._flights_coldest:  # something colder will be there soon
+        order = NO_LIMIT if must_stay else self._dram_policy.order_of(block)
+        if not must_stay and self._n_flights and order < self._flights_coldest:  # something colder will be there soon
             return True
         if not fits:
             return False
@@ -188,13 +189,13 @@ class Copies(Keeping):
         return spare_tick != block.spare_tick and block.failures < FAILURES_MAX and self._must_stay(block)
 
     def _ask_again(self, block: Block, spare_tick: int) -> None:
-        if block.refused:
+        if block.refused and self._may_ask_again(block, spare_tick):
             block.refused, block.spare_tick = False, spare_tick
             self._dirty[block] = None
 
     def _carries(self, entry: Entry) -> bool:
         """Whether what hangs below it is on SSD, and lost with it. (An SSD copy leaves after those.)"""
-        return isinstance(entry, Block) and entry.ssd is None and self._must_stay(entry)
+        return isinstance(entry, Block) and self._must_stay(entry)
 
     def _n_below(self, entry: Entry, n_max: int) -> int:
         """How many blocks hang below it, where the policy knows that; n_max: or more."""
@@ -209,8 +210,8 @@ class Copies(Keeping):
         return n
 
     def _is_writing(self) -> bool:
-        """Whether blocks of DRAM are being written down, or are to be."""
-        return self.n_demoting > 0 or bool(self._soon) or bool(self._urgent)
+        """Whether blocks of DRAM are being written down, or will be."""
+        return self.ssd_writable and (self.n_demoting > 0 or bool(self._soon) or bool(self._urgent))
 
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick

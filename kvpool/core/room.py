@@ -23,8 +23,8 @@ EXTENTS_MAX: Final = 64  # looked at in one call before giving up
 COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
-DEAR_MAX: Final = 64  # entries with which others are lost, that are compared, and
-BELOW_MAX: Final = 1024  # how many of these are counted
+DEAR_MAX: Final = 64  # entries passed over because others are lost with them; then the one with the fewest goes
+BELOW_MAX: Final = 1024  # of which so many are counted
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 
@@ -144,6 +144,8 @@ class Room:
                 if self._carries(entry):
                     policy.park(entry)
                     dear.append(entry)
+                    if len(dear) >= DEAR_MAX:
+                        break
                     continue
             if leave is Leave.YES:
                 evicted += self._evict_alike(entries, spare_tick)
@@ -161,7 +163,7 @@ class Room:
         for entry in reversed(dear):
             policy.unpark(entry)
         if dear and not evicted and not aside and not self._is_writing():
-            self._evict(min(dear[:DEAR_MAX], key=lambda entry: self._n_below(entry, BELOW_MAX)))
+            self._evict(min(dear, key=lambda entry: self._n_below(entry, BELOW_MAX)))
             evicted = 1
         for entry in reversed(aside):
             policy.unpark(entry)

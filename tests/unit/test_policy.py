@@ -522,6 +522,28 @@ def test_room_for_the_promotions_of_a_get_is_made_at_once_and_no_more_than_they_
     rig.check()
 
 
+def test_heads_whose_tails_are_on_ssd_leave_dram_when_ssd_takes_nothing_any_more() -> None:
+    """They fill half of DRAM, then writing fails: a put neither waits nor is refused for them."""
+    n_chains = 100
+    rig, _ = learned(2 * n_chains, 4 * n_chains, low_watermark=0.999)
+    for i in range(n_chains):
+        rig.now += 1000
+        rig.put(chain(f"{i}", 2))
+    rig.table._urgent.update(dict.fromkeys(block for block in list(rig.table._dirty) if block.depth == 1))
+    rig.write_down(max_bytes=n_chains * BLOCK, rounds=1)
+    for i in range(n_chains):
+        rig.now += 1000
+        rig.put(chain(f"x {i}", 1))
+    heads = [chain(f"{i}", 2) for i in range(n_chains)]
+    assert all(rig.has(head) == [DRAM, SSD] for head in heads)
+    rig.table._urgent[next(iter(rig.table._dirty))] = None  # (somebody waited for it when that began)
+    rig.table.ssd_writable = False
+    rig.now += 1000
+    assert rig.put_waiting(chain("new", n_chains + 10)).count(RESERVED) == n_chains + 10
+    assert sum(rig.has(head) == [DRAM, SSD] for head in heads) == n_chains - 10, "what others are lost with goes last, but goes"
+    rig.check()
+
+
 def test_a_run_whose_deepest_block_in_dram_is_used_alone_loses_none_above_it() -> None:
     rig, _ = learned(4, 16)
     for start in (0, 4):

@@ -50,8 +50,8 @@ from kvpool.core.policy.runs import (
     descends,
     fingerprint,
     fingerprints,
-    is_twice,
     link,
+    mark_twice,
     once,
     unlink,
 )
@@ -230,7 +230,7 @@ class Hazard:
         start, n = 0, len(blocks)
         for i in range(1, n + 1):
             if i == n or blocks[i].up is not blocks[i - 1]:
-                self._stored_chain(blocks[start:i] if start or i < n else blocks, request, tail=goes_on and i == n)
+                self._stored_chain(blocks[start:i], request, tail=goes_on and i == n)
                 start = i
         self._has_up_to(blocks[-1].rank + 1, request)
 
@@ -429,7 +429,7 @@ class Hazard:
                     if block is not None:
                         block.run, where = run, block.where
                         if where & (IN_ANY | TWICE) == IN_ANY:
-                            is_twice(block)
+                            mark_twice(block)
                         n_dram += where & IN_DRAM
                         n_ssd += where & IN_SSD
                 run.n_dram, run.n_ssd = n_dram, n_ssd >> 1

@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvpool.core.policy.eviction import NO_LIMIT, Entry, Group, GroupKey
 from kvpool.core.policy.queues import RunGroup
-from kvpool.core.policy.runs import DRAM, IN, IN_ANY, IN_SSD, PARKED, PARKED_SSD, SSD, TWICE, is_parent, is_twice, link, ssd_group
+from kvpool.core.policy.runs import (
+    DRAM,
+    IN,
+    IN_ANY,
+    IN_SSD,
+    PARKED,
+    PARKED_SSD,
+    SSD,
+    TWICE,
+    is_parent,
+    link,
+    mark_twice,
+    ssd_group,
+)
 
 if TYPE_CHECKING:
     from kvpool.core.block import Block, SsdCopy
@@ -85,7 +98,7 @@ class HazardTier:
             else:
                 if tier == DRAM:
                     if where & IN_SSD:
-                        is_twice(block)
+                        mark_twice(block)
                     run.joined_dram(block)
                     brain.consider(run)
                     if up is not None and up.n_dram_kids == 1 and up.run is not None and up.run is not run:

@@ -97,7 +97,7 @@ class RunGroup(Group):
         # (worth, time of its first run, key): every key that has runs, perhaps some that have none, or with a time that is over.
         self._heap: list[tuple[float, float, int]] = []
         self._version = table.version
-        self.twice: dict[Block, None] = {}  # of an SSD tier: blocks that came to DRAM too and are not parked
+        self.twice: dict[Block, None] = {}  # of an SSD tier: blocks marked `TWICE` that are not parked
         self.n_entries = 0  # blocks of the group in the tier, also of runs that may not lose one now
 
     def push(self, run: Run, key: int) -> Turn:

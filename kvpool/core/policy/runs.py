@@ -247,7 +247,7 @@ def ssd_group(block: Block) -> RunGroup:
     return cast("RunGroup", cast("Entry", block.ssd_copy).group)
 
 
-def is_twice(block: Block) -> None:
+def mark_twice(block: Block) -> None:
     """It is in both tiers, and will not leave DRAM soon: its copy on SSD is no use for now. (Unless it was asked for.)"""
     if block.space.spec.write_policy is not WritePolicy.THROUGH:
         block.where |= TWICE
