@@ -81,8 +81,8 @@ class Block(Entry):
     """
 
     __slots__ = ("demoting", "depth", "dirty", "doomed", "dram", "failures", "flight", "gone", "held_dram", "held_ssd", "keep",
-                 "key", "kid", "last_kid", "live", "n_dram_kids", "next_kid", "on_idle", "parent", "pins", "promoting", "rank",
-                 "refused", "run", "size", "space", "spare_tick", "ssd", "ssd_copy", "sum", "sums", "tick", "up",
+                 "key", "kid", "last_kid", "live", "n_asks", "n_dram_kids", "next_kid", "on_idle", "parent", "pins", "promoting",
+                 "rank", "refused", "run", "size", "space", "spare_tick", "ssd", "ssd_copy", "sum", "sums", "tick", "up",
                  "where")  # fmt: skip
 
     def __init__(self, space: Space, key: Key, size: int, group: Group, depth: int, parent: bytes, rank: int, tick: int) -> None:
@@ -117,6 +117,7 @@ class Block(Entry):
         self.sum = 0  # of the whole block
         self.gone: MissCause | None = None
         self.failures = 0  # of writing it down
+        self.n_asks = 0  # how often it was written down once more though it was refused
         self.doomed: list[tuple[Tiers, Slot]] | None = None  # copies to free then
 
     @property

@@ -41,6 +41,7 @@ from kvpool.core.slots import PopulateExtent, PunchExtent, SlabAllocator, Slot
 from kvpool.core.types import MissCause, NamespaceUid, Tiers
 
 FAILURES_MAX: Final = 2  # of writing one block down; then it may be dropped
+ASKS_MAX: Final = 2  # of the SSD tier once more for one that it refused, until it is used again
 WAITING_MAX: Final = 16  # puts whose blocks are kept while they wait for room
 RESUME_PART: Final = 32  # of DRAM must be stored before writing ahead goes on, once it displaced copies of what is in DRAM
 
@@ -186,11 +187,13 @@ class Copies(Keeping):
     def _may_ask_again(self, block: Block, spare_tick: int) -> bool:
         """Whether one that the SSD tier refused while it spared another tick is asked for once more: all that hangs below it
         would be lost with it."""
-        return spare_tick != block.spare_tick and block.failures < FAILURES_MAX and self._must_stay(block)
+        may = block.n_asks < ASKS_MAX and block.failures < FAILURES_MAX
+        return may and spare_tick != block.spare_tick and self._must_stay(block)
 
     def _ask_again(self, block: Block, spare_tick: int) -> None:
         if block.refused and self._may_ask_again(block, spare_tick):
             block.refused, block.spare_tick = False, spare_tick
+            block.n_asks += 1
             self._dirty[block] = None
 
     def _carries(self, entry: Entry) -> bool:
@@ -210,8 +213,8 @@ class Copies(Keeping):
         return n
 
     def _is_writing(self) -> bool:
-        """Whether blocks of DRAM are being written down, or will be."""
-        return self.ssd_writable and (self.n_demoting > 0 or bool(self._soon) or bool(self._urgent))
+        """Whether blocks of DRAM are being written down, or will be: what a put waits for."""
+        return self.ssd_writable and (self.n_demoting > 0 or bool(self._soon))
 
     def _may_leave_ssd(self, entry: Entry, spare_tick: int) -> Leave:
         del spare_tick

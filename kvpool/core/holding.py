@@ -109,7 +109,7 @@ class Holding(Movement):
                     if block in dirty:
                         dirty.move_to_end(block)
                     elif block.refused and not block.demoting and not again:  # it is worth another try
-                        block.refused = False
+                        block.refused, block.n_asks = False, 0
                         dirty[block] = None
 
     # --- holds ----------------------------------------------------------------------------------------------------------

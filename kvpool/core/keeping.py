@@ -430,7 +430,7 @@ class Keeping:
                 continue
             for one in groups:
                 if low is None:
-                    evicted, unclean = room._evict_own(one, need, spare_tick, limit, 1)
+                    evicted, unclean, _ = room._evict_own(one, need, spare_tick, limit)
                 else:
                     evicted, unclean = self._give_up(tier, one, need, spare_tick, low=low)
                 dirty += unclean

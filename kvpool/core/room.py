@@ -24,7 +24,7 @@ COLD_EXTENTS_MAX: Final = 8  # extents taken by coldness, the rest in turn
 COLDEST_MAX: Final = 64  # of a donor's coldest entries that say which extent to empty
 TAIL_AGE_RATIO: Final = 2  # a donor's coldest must be this much older than the asking class's
 DEAR_MAX: Final = 64  # entries passed over because others are lost with them; then the one with the fewest goes
-BELOW_MAX: Final = 1024  # of which so many are counted
+BELOW_MAX: Final = 64  # of which so many are counted
 ASIDE_MIN: Final = 8  # entries that must be cleaned first are passed over up to this many, or as many as are needed
 
 
@@ -53,8 +53,9 @@ class Room:
         when the entry leaves this tier (perhaps after a write). `orphaned(arena, {tick: rank})`: an extent was emptied and these
         went for good, the first in order of each tick: what is behind them in a chain is not to be reached any more. `waiting`:
         ticks of puts that wait for room; nothing of them is lost. `is_of(entry, ticks)`: whether it, or what hangs on it, was
-        used at one of these. `carries(entry)`: whether others, in another tier, are lost with it: it goes only when nothing
-        else may, and none comes by being cleaned (`is_writing()`); the one with the fewest (`n_below(entry, n_max)`) then."""
+        used at one of these. `carries(entry)`: whether others, in another tier, are lost with it: of its class it goes when
+        nothing else may (DEAR_MAX such are passed over) and none comes by being cleaned (`is_writing()`), the one with the
+        fewest (`n_below(entry, n_max)`) first."""
         self._slots, self._policy = slots, policy
         self._may_leave, self._evict, self._evict_many, self._park, self._slot_of = may_leave, evict, evict_many, park, slot_of
         self._set_aside, self._survives, self._orphaned = set_aside, survives, orphaned
@@ -84,8 +85,8 @@ class Room:
             if evicted:
                 return evicted, []
             dirty.clear()  # (its own class will do)
-        evicted, dirty = self._evict_own(group, need, spare_tick, limit, at_once)
-        if not evicted and not dirty:
+        evicted, dirty, holds_back = self._evict_own(group, need, spare_tick, limit, at_once)
+        if not evicted and not dirty and not holds_back:
             others = [other for other in self._policy.groups() if other is not group]
             for other in sorted(others, key=lambda g: self._tail_tick(g, now)):
                 if self._tail(other) <= limit:
@@ -122,7 +123,10 @@ class Room:
         """Whether its slot is in the extent whose blocks are written down to empty it."""
         return self._slot_of(entry) >> INDEX_BITS == self.emptying
 
-    def _evict_own(self, group: Group, need: int, spare_tick: int, limit: float, at_once: int) -> tuple[int, list[Entry]]:
+    def _evict_own(
+        self, group: Group, need: int, spare_tick: int, limit: float, at_once: int = 1
+    ) -> tuple[int, list[Entry], bool]:
+        """-> (evicted, to be cleaned first, whether there are others, which wait until what is being cleaned may leave)."""
         policy = self._policy
         aside: list[Entry] = []
         own: list[Entry] = []
@@ -162,12 +166,13 @@ class Room:
             policy.unpark(entry)
         for entry in reversed(dear):
             policy.unpark(entry)
-        if dear and not evicted and not aside and not self._is_writing():
+        holds_back = bool(dear) and not evicted and not aside and self._is_writing()
+        if dear and not evicted and not aside and not holds_back:
             self._evict(min(dear, key=lambda entry: self._n_below(entry, BELOW_MAX)))
             evicted = 1
         for entry in reversed(aside):
             policy.unpark(entry)
-        return evicted, aside
+        return evicted, aside, holds_back
 
     def _evict_alike(self, entries: Sequence[Entry], spare_tick: int) -> int:
         """The first, and those behind it that may leave and survive it as it does. -> how many."""

@@ -522,9 +522,8 @@ def test_room_for_the_promotions_of_a_get_is_made_at_once_and_no_more_than_they_
     rig.check()
 
 
-def test_heads_whose_tails_are_on_ssd_leave_dram_when_ssd_takes_nothing_any_more() -> None:
-    """They fill half of DRAM, then writing fails: a put neither waits nor is refused for them."""
-    n_chains = 100
+def heads_alone(n_chains: int) -> tuple[Rig, list[KeyBatch]]:
+    """Chains of two blocks, dirty heads in DRAM, the others on SSD alone; the other half of DRAM has as many dirty blocks."""
     rig, _ = learned(2 * n_chains, 4 * n_chains, low_watermark=0.999)
     for i in range(n_chains):
         rig.now += 1000
@@ -536,6 +535,54 @@ def test_heads_whose_tails_are_on_ssd_leave_dram_when_ssd_takes_nothing_any_more
         rig.put(chain(f"x {i}", 1))
     heads = [chain(f"{i}", 2) for i in range(n_chains)]
     assert all(rig.has(head) == [DRAM, SSD] for head in heads)
+    return rig, heads
+
+
+def test_puts_that_take_turns_do_not_ask_for_a_refused_head_for_ever() -> None:
+    rig, heads = heads_alone(10)
+    table = rig.table
+    head = rig.pin(heads[0]).blocks[0]
+    assert head is not None
+
+    def asks(ticks: range) -> int:
+        n = 0
+        for tick in ticks:
+            head.refused = True
+            table._dirty.pop(head, None)
+            table._soon.pop(head, None)
+            if table._ssd_wants(head, tick):
+                table._write_first([head], tick)
+                n += 1
+        return n
+
+    assert asks(range(1000, 1010)) == 2
+    rig.get(heads[0])
+    assert asks(range(2000, 2010)) == 2, "used again it is worth another try"
+
+
+def test_a_put_behind_heads_waits_for_what_is_written_and_takes_it_from_nobody_else() -> None:
+    rig, heads = heads_alone(10)
+    for batch in heads:
+        head = rig.pin(batch).blocks[0]
+        assert head is not None
+        rig.table.unpin([head])
+        head.refused, head.n_asks = True, 2
+        rig.table._dirty.pop(head, None)
+    rest = [rig.pin(chain(f"x {i}", 1)).blocks[0] for i in range(10)]
+    rig.table._write_first(rest[:1], 0)  # type: ignore[arg-type]
+    written = rig.table.clean_candidates(1, now_ms=rig.now)
+    assert written == rest[:1]
+    reserved = rig.reserve(chain("new", 1))
+    assert reserved.must_wait and all(rig.has(head) == [DRAM, SSD] for head in heads)
+    rig.table.ssd_done(written[0], None, ok=False)
+    rig.table.gave_up(reserved.use)
+    assert list(rig.put_waiting(chain("new", 1))) == [RESERVED] and sum(rig.has(head) == [DRAM, SSD] for head in heads) == 9
+
+
+def test_heads_whose_tails_are_on_ssd_leave_dram_when_ssd_takes_nothing_any_more() -> None:
+    """They fill half of DRAM, then writing fails: a put neither waits nor is refused for them."""
+    n_chains = 100
+    rig, heads = heads_alone(n_chains)
     rig.table._urgent[next(iter(rig.table._dirty))] = None  # (somebody waited for it when that began)
     rig.table.ssd_writable = False
     rig.now += 1000
