@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 from kvpool.client import buffers
+from kvpool.client.ahead import fetch_ahead
 from kvpool.client.context import Context, Counters, deadline_of, pick
 from kvpool.client.holds import Hold, held_places, parse_hold, take_hold
 from kvpool.client.keyed import Keyed
@@ -19,7 +20,6 @@ from kvpool.client.peers import Peer
 from kvpool.client.put_session import PutSession
 from kvpool.client.reading import Getter, count_get, locate_all, locate_everywhere, no_hold
 from kvpool.client.results import GetResult, PinResult, PutResult, RemoveResult
-from kvpool.client.spreading import fetch_ahead
 from kvpool.client.views import Keeper, View, take_view
 from kvpool.client.writing import Putter, count_put
 from kvpool.core.fetch import CALL_MS, Candidates, transfer_ms

@@ -6,20 +6,15 @@ by the worker that has the blocks, straight to the other one. Nothing waits for 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpool.client.peers import STATE_DOWN, STATE_UP, Peer
-from kvpool.core.fetch import Candidates
+from kvpool.client.peers import STATE_UP, Peer
 from kvpool.core.keys import KeyBatch
 from kvpool.core.spread import RemoteReads, runs
-from kvpool.core.types import Tiers
 from kvpool.errors import KVPoolError
-from kvpool.transport.base import LinkError
 
 if TYPE_CHECKING:
     from kvpool.client.context import Context
@@ -28,7 +23,6 @@ if TYPE_CHECKING:
 WAITING_MAX: Final = 64  # batches; more are dropped
 ASK_S: Final = 1.0
 CLOSE_S: Final = 2.0
-_FAST: Final = Tiers.DRAM | Tiers.DEVICE
 
 
 class Spreading:
@@ -109,35 +103,3 @@ class Spreading:
             thread = self._thread
         if thread is not None:
             thread.join(CLOSE_S)
-
-
-def fetch_ahead(context: Context, batch: KeyBatch, places: Sequence[Candidates], *, deadline: float) -> int:
-    """See `Namespace.prefetch`. `places`: of the leading blocks of the batch. -> how many of them some worker has."""
-    spreading = context.spreading
-    home = None if spreading is None else spreading.home()
-    to_wake: dict[int, list[int]] = {}  # a local worker has it on SSD alone
-    to_copy: dict[int, list[int]] = {}
-    for index, candidates in enumerate(places):
-        peers = [(context.peers.get(number), tiers) for number, tiers in candidates]
-        near = [(peer, tiers) for peer, tiers in peers if peer is not None and peer.local]
-        far = [(peer, tiers) for peer, tiers in peers if peer is not None and not peer.local and peer.state != STATE_DOWN]
-        if any(tiers & _FAST for _, tiers in near):
-            continue
-        if near:
-            to_wake.setdefault(near[0][0].number, []).append(index)
-        elif far and home is not None:
-            to_copy.setdefault(far[0][0].number, []).append(index)
-        elif far and not any(tiers & _FAST for _, tiers in far):
-            to_wake.setdefault(far[0][0].number, []).append(index)
-    for number, indexes in to_wake.items():
-        peer = context.peers.get(number)
-        for start, stop in runs(indexes) if peer is not None else ():
-            part = batch.slice(start, stop)
-            with contextlib.suppress(LinkError):
-                context.peers.call(peer, lambda link, until, part=part: link.prefetch(part, deadline=until), deadline=deadline)  # type: ignore[misc,arg-type]
-    for number, indexes in to_copy.items():
-        peer = context.peers.get(number)
-        for start, stop in runs(indexes) if peer is not None else ():
-            assert spreading is not None and home is not None and peer is not None
-            spreading.ask_copy(peer, batch.slice(start, stop), home.worker_id)
-    return len(places)
