@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import random
 import select
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from enum import Enum
 
 CHUNK_BYTES = 65536
@@ -162,9 +165,20 @@ def _reset(sock: socket.socket) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away: who has it may end and come again. (Nor is
-    the one 10,000 above it, where a Redis of a cluster listens too.)"""
-    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
+    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away, nor one that was given to another test
+    beside this one: who has it may end and come again. (Nor is the one 10,000 above it, where a Redis of a cluster listens too.)"""
+    for port in itertools.islice(_PORTS, 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("100 ports are taken")
+
+
+def _ports_of_this_process() -> Iterator[int]:
+    """In no order and each once in a round: those of this one among the processes that run tests at the same time."""
+    n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = list(range(10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), 20_000, n_processes))
+    random.SystemRandom().shuffle(ports)
+    return itertools.cycle(ports)
+
+
+_PORTS = _ports_of_this_process()
