@@ -165,8 +165,8 @@ def _reset(sock: socket.socket) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away, none given to a test
-    beside this one: who has it may end and come again. (Nor is the one 10,000 above it, where a Redis of a cluster listens too.)"""
+    """A port of 127.0.0.1 that nobody listens on now, none that the system gives away, none that a test beside this one has: who
+    has it may end and come again. (Nor is the one 10,000 above it, where a Redis of a cluster listens too.)"""
     for port in itertools.islice(_PORTS, 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
