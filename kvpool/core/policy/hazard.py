@@ -342,7 +342,9 @@ class Hazard:
 
     def _count_use(self, no: int, n_blocks: int) -> None:
         history, table = self.history, self.table
-        key, part = history.key[no], n_blocks / history.length[no]
+        key: int = history.key[no]
+        length: int = history.length[no]
+        part = n_blocks / length
         age = key % N_BINS
         if age and history.time_s[no] >= self._began_before_s:  # of the request before this one, which came to it late
             for passed in range(key - age + 1, key + 1):
@@ -369,7 +371,7 @@ class Hazard:
     def _change(self, run: Run, base: int, key: int) -> None:
         """Another class, from the beginning of its life."""
         history, reached = self.history, self.table.reached
-        part = history.left[run.no] / history.length[run.no]
+        part = history.part(run.no)
         for age in range(key % N_BINS + 1):
             weight = part if age else 1.0
             reached[key - key % N_BINS + age] -= weight
@@ -466,7 +468,7 @@ class Hazard:
             above = None if first.up is None else first.up.run
             if above is None or above is run or above.tick != run.tick or above.members[-1] is not first.up:
                 return
-            key = history.key[run.no]
+            key: int = history.key[run.no]
             if history.key[above.no] != key or first.up.group is not first.group or not history.is_whole(run.no):  # type: ignore[union-attr]
                 return
             for age in range(key % N_BINS + 1):
@@ -616,6 +618,11 @@ class Hazard:
             self._trim(run)
         if self.history.n_ghosts > HISTORY_MIN:
             self._forget()
+
+    def worth(self, run: Run) -> float:
+        """Hits to come for each block and second that it is kept."""
+        key: int = self.history.key[run.no]
+        return self.table.index[key]
 
     def _forget(self) -> None:
         history, limit = self.history, max(HISTORY_RATIO * self.n_cached_max, HISTORY_MIN)

@@ -271,7 +271,7 @@ class HazardTier:
         up = first.up.run if first is not None and first.up is not None else None
         if up is not None and up not in seen and (up.n_dram if self._tier == DRAM else up.n_ssd):
             seen.add(up)
-            heappush(above, (self._brain.table.index[self._brain.history.key[up.no]], up.no, up))
+            heappush(above, (self._brain.worth(up), up.no, up))
         return cast("list[Entry]", blocks if self._tier == DRAM else [block.ssd_copy for block in blocks])
 
     def tick_of(self, entry: Entry) -> int:
@@ -287,12 +287,11 @@ class HazardTier:
         return block.run.tick if block.run is not None and block.where & self._in else 0, block.rank
 
     def order_of(self, entry: Entry) -> float:
-        brain = self._brain
         block = self._block(entry)
         run = block.run
         if run is None or not block.where & self._in:
             return NOT_HERE
-        return -brain.table.index[brain.history.key[run.no]] * (1 + TIE * run.time_s - DEEPER * block.rank)
+        return -self._brain.worth(run) * (1 + TIE * run.time_s - DEEPER * block.rank)
 
     def is_recent(self, tick: int, now: int, group: Group) -> bool:
         del group

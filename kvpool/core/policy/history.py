@@ -13,10 +13,12 @@ one (the head) can be looked up. Ghosts are forgotten run by run, in the order i
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+from librt.vecs import extend, vec
+from mypy_extensions import i16, i32, i64, u8
 
 from kvpool.core.policy.classes import EDGES_S, N_BINS
 
@@ -27,8 +29,18 @@ PRINT_MASK: Final = (1 << PRINT_BITS) - 1
 HEADS_MIN: Final = 1024
 NEVER: Final = float("inf")
 ROUNDING: Final = 1e-9
-UNCOUNTED: Final = (1 << 32) - 1
-GROWTH_PART: Final = 32  # of the ghosts' memory, that it grows by
+UNCOUNTED: Final = (1 << 31) - 1
+GROWTH_PART: Final = 32  # of the memory, that it grows by
+RUNS_MIN: Final = 64  # that it grows by, at least
+
+
+def _zeros(n: int) -> vec[i32]:
+    return vec[i32](array("i", bytes(4 * n)))
+
+
+def _longer(column: vec[i32], n: int) -> vec[i32]:
+    """The same, and n zeros behind. (Grown by what `append` takes, it would have half of it in reserve.)"""
+    return extend(extend(vec[i32](capacity=len(column) + n), column), array("i", bytes(4 * n)))
 
 
 class _Queue:
@@ -36,7 +48,12 @@ class _Queue:
 
     def __init__(self) -> None:
         self.first = self.last = 0
-        self.after, self.before = array("I", [0]), array("I", [0])
+        self.after: vec[i32] = _zeros(1)
+        self.before: vec[i32] = _zeros(1)
+
+    def grow(self, n: int) -> None:
+        """So many more numbers may come."""
+        self.after, self.before = _longer(self.after, n), _longer(self.before, n)
 
     def push(self, no: int) -> None:
         last = self.last
@@ -48,7 +65,7 @@ class _Queue:
         self.last = no
 
     def push_before(self, no: int, other: int) -> None:
-        before = self.before[other]
+        before: int = self.before[other]
         self.before[no], self.after[no], self.before[other] = before, other, no
         if before:
             self.after[before] = no
@@ -56,7 +73,8 @@ class _Queue:
             self.first = no
 
     def remove(self, no: int) -> None:
-        before, after = self.before[no], self.after[no]
+        before: int = self.before[no]
+        after: int = self.after[no]
         if before:
             self.after[before] = after
         else:
@@ -71,28 +89,28 @@ class History:
     """Runs and ghosts. All calls O(1), or O(blocks named)."""
 
     def __init__(self) -> None:
-        self.time_s = array("d", [0.0])  # of the run's last use
-        self.length = array("I", [0])  # blocks when it was made: what the tables' events are parts of
-        self.left = array("I", [0])  # of these, cached or ghosts
-        self.end = array("I", [0])  # rank behind the last block of the request that made it
-        self.key = array("H", [0])  # class and age
+        self.time_s: vec[float] = vec[float]([0.0])  # of the run's last use
+        self.length: vec[i32] = _zeros(1)  # blocks when it was made: what the tables' events are parts of
+        self.left: vec[i32] = _zeros(1)  # of these, cached or ghosts
+        self.end: vec[i32] = _zeros(1)  # rank behind the last block of the request that made it
+        self.key: vec[i16] = vec[i16]([0])  # class and age
         self._in_time = _Queue()  # all runs, by time
-        self._oldest = [0] * (N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
+        self._oldest: vec[i32] = _zeros(N_BINS - 1)  # by age bin: the first in time of those in this bin or a younger one
         # What LRU would have, were it in this one's place: the last of `_in_time`, of the first of these some blocks perhaps.
-        self._recent = bytearray(1)  # by run: 1 for these
+        self._recent: vec[u8] = vec[u8]([0])  # by run: 1 for these
         self._oldest_recent = 0  # the first of these
         self._n_recent = 0  # blocks of all these
         self._n_lru = 0  # how many LRU has
         self.latest = 0  # the first in time of those of the latest request, 0: it has none yet
         self.soonest_s = NEVER  # when the next one of these gets to another bin, or earlier
         self._fading = _Queue()
-        self._head = array("I", [0])  # its first ghost, 0: none
-        self._next_in_slot = array("I", [0])
-        self._slots = array("I", bytes(4 * HEADS_MIN))
+        self._head: vec[i32] = _zeros(1)  # its first ghost, 0: none
+        self._next_in_slot: vec[i32] = _zeros(1)
+        self._slots: vec[i32] = _zeros(HEADS_MIN)
         self._n_heads = 0
-        self._free: list[int] = []
-        self._ghost_print = array("Q", [0])
-        self._ghost_next = array("I", [0])
+        self._free = 0  # the first number that is free, the next one is in `_next_in_slot`
+        self._ghost_print: vec[i64] = vec[i64]([0])
+        self._ghost_next: vec[i32] = _zeros(1)
         self._ghost_free = 0
         self.n_ghosts = 0
         self.n_runs = 0
@@ -105,23 +123,16 @@ class History:
         self.n_runs += 1
         if before:
             now_s = self.time_s[before]
-        if self._free:
-            no = self._free.pop()
-            self.time_s[no] = now_s
-            self.length[no] = self.left[no] = length
-            self.end[no] = end
-            self.key[no] = key
-            self._recent[no] = 1
-        else:
-            no = len(self.time_s)
-            self.time_s.append(now_s)
-            self.key.append(key)
-            self._recent.append(1)
-            for column, value in ((self.length, length), (self.left, length), (self.end, end)):
-                column.append(value)
-            for column in (self._in_time.after, self._in_time.before, self._fading.after, self._fading.before, self._head,
-                           self._next_in_slot):  # fmt: skip
-                column.append(0)
+        if not self._free:
+            self._add_numbers()
+        no = self._free
+        self._free = self._next_in_slot[no]
+        self.time_s[no] = now_s
+        self.length[no] = length
+        self.left[no] = length
+        self.end[no] = end
+        self.key[no] = key
+        self._recent[no] = 1
         if before:
             self._in_time.push_before(no, before)
         else:
@@ -138,6 +149,22 @@ class History:
         if self._oldest_recent == before:
             self._oldest_recent = no
         return no
+
+    def _add_numbers(self) -> None:
+        """More free ones."""
+        first: int = len(self.length)
+        n = max(RUNS_MIN, first // GROWTH_PART)
+        self.time_s = extend(extend(vec[float](capacity=first + n), self.time_s), array("d", bytes(8 * n)))
+        self.key = extend(extend(vec[i16](capacity=first + n), self.key), array("h", bytes(2 * n)))
+        self._recent = extend(extend(vec[u8](capacity=first + n), self._recent), bytes(n))
+        self.length, self.left, self.end = _longer(self.length, n), _longer(self.left, n), _longer(self.end, n)
+        self._head, self._next_in_slot = _longer(self._head, n), _longer(self._next_in_slot, n)
+        self._in_time.grow(n)
+        self._fading.grow(n)
+        following = self._next_in_slot
+        for no in range(first, first + n - 1):
+            following[no] = no + 1
+        self._free = first
 
     def next_request(self, n_lru: int) -> None:
         """Runs that are added from now on are another request's. n_lru: blocks that LRU would have by now."""
@@ -170,6 +197,12 @@ class History:
         self.length[no] = UNCOUNTED
         return no
 
+    def part(self, no: int) -> float:
+        """What is left of the run."""
+        left: int = self.left[no]
+        length: int = self.length[no]
+        return left / length
+
     def grow(self, no: int) -> None:
         """The run, one of `add_uncounted`, has one block more."""
         self.left[no] += 1
@@ -191,7 +224,8 @@ class History:
         """A run of which nothing is left."""
         assert not self._head[no]
         oldest = self._oldest
-        for age in range(self.key[no] % N_BINS, N_BINS - 1):
+        key: int = self.key[no]
+        for age in range(key % N_BINS, N_BINS - 1):
             if oldest[age] != no:
                 break
             oldest[age] = self._in_time.after[no]
@@ -201,16 +235,19 @@ class History:
             self._oldest_recent = self._in_time.after[no]
         self._in_time.remove(no)
         self.n_runs -= 1
-        self._free.append(no)
+        self._next_in_slot[no], self._free = self._free, no
 
-    def pass_by(self, now_s: float, reached: MutableSequence[float], watched: list[Any]) -> list[int]:
+    def pass_by(self, now_s: float, reached: vec[float], watched: list[Any]) -> list[int]:
         """The latest request used what it found: all runs of earlier ones are out of the first age bin. As `age`."""
         moved: list[int] = []
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
-        no, end = oldest[0], self.latest
+        no: int = oldest[0]
+        end = self.latest
         while no != end:
-            time_s, key, following, age = times[no], keys[no], after[no], 1
-            part = self.left[no] / self.length[no]
+            time_s, age = times[no], 1
+            key: int = keys[no]
+            following: int = after[no]
+            part = self.part(no)
             reached[key + 1] += part
             while age < N_BINS - 1 and now_s - time_s >= EDGES_S[age]:
                 if oldest[age] == no:
@@ -226,24 +263,27 @@ class History:
         oldest[0] = end
         return moved
 
-    def age(self, now_s: float, reached: MutableSequence[float], watched: list[Any]) -> list[int]:
+    def age(self, now_s: float, reached: vec[float], watched: list[Any]) -> list[int]:
         """Moves runs to the age bin that they have reached, and counts in `reached`, by key, what there is of each, once a bin.
         -> those that moved and for which `watched`, by number, has something, in order; one that moved twice is named twice."""
         moved: list[int] = []
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
         left, length = self.left, self.length
-        end = oldest[0]
+        end: int = oldest[0]
         for age in range(1, N_BINS - 1):
-            no = oldest[age]
+            no: int = oldest[age]
             if no == end:
                 continue
             edge_s = EDGES_S[age]
             due = now_s - edge_s
             time_s = times[no]
             while time_s <= due:
-                key = keys[no] = keys[no] + 1
-                reached[key] += left[no] / length[no]
+                key: int = keys[no] + 1
+                keys[no] = key
+                n_left: int = left[no]
+                n_of: int = length[no]
+                reached[key] += n_left / n_of
                 if watched[no] is not None:
                     moved.append(no)
                 no = after[no]
@@ -261,16 +301,16 @@ class History:
 
     def become_ghosts(self, no: int, prints: list[int], uses: Sequence[int]) -> None:
         """The run's deepest cached blocks left, in chain order; they are above the run's other ghosts."""
-        head = self._head[no]
+        head: int = self._head[no]
         if head:
             self._unlist(no, head)
         else:
             self._fading.push(no)
-        column, following = self._ghost_print, self._ghost_next
         self.n_ghosts += len(prints)
-        short = self.n_ghosts + 1 - len(column)
+        short = self.n_ghosts + 1 - len(self._ghost_print)
         if short > 0:
             self._add_nodes(short)
+        column, following = self._ghost_print, self._ghost_next
         first = last = node = self._ghost_free  # (free ones are linked already)
         for i, print58 in enumerate(prints):
             column[node] = print58 << USE_BITS | uses[i]
@@ -280,31 +320,33 @@ class History:
 
     def _add_nodes(self, n: int) -> None:
         """So many more free ones, at least."""
-        first = len(self._ghost_print)
+        first: int = len(self._ghost_print)
         n = max(n, first // GROWTH_PART)
-        self._ghost_print.extend([0] * n)
-        self._ghost_next.extend(range(first + 1, first + n))
-        self._ghost_next.append(self._ghost_free)
-        self._ghost_free = first
+        self._ghost_print = extend(extend(vec[i64](capacity=first + n), self._ghost_print), array("q", bytes(8 * n)))
+        self._ghost_next = following = _longer(self._ghost_next, n)
+        for node in range(first, first + n - 1):
+            following[node] = node + 1
+        following[first + n - 1], self._ghost_free = self._ghost_free, first
 
     def find(self, print58: int) -> int:
         """Number of the run whose first ghost this is, 0: none."""
         slots = self._slots
-        no = slots[print58 & (len(slots) - 1)]
-        if not no:
-            return 0
+        no: int = slots[print58 & (len(slots) - 1)]
         prints, head = self._ghost_print, self._head
-        while no and prints[head[no]] >> USE_BITS != print58:
+        while no:
+            first: int = head[no]
+            if prints[first] >> USE_BITS == print58:
+                break
             no = self._next_in_slot[no]
         return no
 
     def look(self, no: int, prints: Iterable[int]) -> bytes:
         """Use counts of the ghosts that `take` would take."""
-        node = self._head[no]
+        node: int = self._head[no]
         column, following = self._ghost_print, self._ghost_next
         uses = bytearray()
         for print58 in prints:
-            ghost = column[node] if node else 0
+            ghost: int = column[node] if node else 0
             if not node or ghost >> USE_BITS != print58:
                 break
             uses.append(ghost & USE_MASK)
@@ -314,13 +356,13 @@ class History:
     def take(self, no: int, prints: Iterable[int]) -> bytes:
         """Ghosts of the run, from its first, that are equal to these, are ghosts no more. -> their use counts. `left` is
         lowered; a run with nothing left is the caller's to drop."""
-        node = self._head[no]
+        node: int = self._head[no]
         self._unlist(no, node)
         first = last = node
         uses = bytearray()
         column, following = self._ghost_print, self._ghost_next
         for print58 in prints:
-            ghost = column[node] if node else 0
+            ghost: int = column[node] if node else 0
             if not node or ghost >> USE_BITS != print58:
                 break
             uses.append(ghost & USE_MASK)
@@ -339,12 +381,14 @@ class History:
         """Forgets the ghosts of the run that has some for longest. -> its number (0: there is none)."""
         no = self._fading.first
         if no:
-            node = self._head[no]
+            node: int = self._head[no]
             self._unlist(no, node)
             following = self._ghost_next
             n, last = 1, node
-            while after := following[last]:
+            after: int = following[last]
+            while after:
                 n, last = n + 1, after
+                after = following[last]
             self._release(node, last, n)
             self.lessen(no, n)
             self._head[no] = 0
@@ -359,7 +403,7 @@ class History:
     def _list(self, no: int, print58: int) -> None:
         if self._n_heads > len(self._slots):
             self._grow()
-        slot = print58 & (len(self._slots) - 1)
+        slot: int = print58 & (len(self._slots) - 1)
         self._next_in_slot[no] = self._slots[slot]
         self._slots[slot] = no
         self._n_heads += 1
@@ -367,10 +411,10 @@ class History:
     def _unlist(self, no: int, head: int) -> None:
         slots, following = self._slots, self._next_in_slot
         slot = (self._ghost_print[head] >> USE_BITS) & (len(slots) - 1)
-        if slots[slot] == no:
+        at: int = slots[slot]
+        if at == no:
             slots[slot] = following[no]
         else:
-            at = slots[slot]
             while following[at] != no:
                 at = following[at]
             following[at] = following[no]
@@ -378,29 +422,29 @@ class History:
 
     def _grow(self) -> None:
         listed: list[int] = []
-        for no in self._slots:
+        for first in self._slots:
+            no: int = first
             while no:
                 listed.append(no)
                 no = self._next_in_slot[no]
-        self._slots = array("I", bytes(8 * len(self._slots)))
+        self._slots = _zeros(2 * len(self._slots))
         for no in listed:
-            slot = (self._ghost_print[self._head[no]] >> USE_BITS) & (len(self._slots) - 1)
+            head: int = self._head[no]
+            slot = (self._ghost_print[head] >> USE_BITS) & (len(self._slots) - 1)
             self._next_in_slot[no] = self._slots[slot]
             self._slots[slot] = no
 
     def n_bytes(self) -> int:
         """Of all arrays, with what they have in reserve."""
-        words = [self.length, self.left, self.end, self.key,
-                 self._in_time.after, self._in_time.before, self._fading.after, self._fading.before,
-                 self._head, self._next_in_slot, self._slots, self._ghost_print, self._ghost_next, self._recent]  # fmt: skip
-        return sum(map(sys.getsizeof, words)) + sys.getsizeof(self.time_s) + sys.getsizeof(self._free) + 32 * len(self._free)
+        return 47 * len(self.length) + 12 * len(self._ghost_print) + 4 * (len(self._slots) + N_BINS)
 
     def check(self) -> None:
         """Asserts the invariants. O(everything)."""
         n, heads, no = 0, 0, self._fading.first
         while no:
             heads += 1
-            node, of_run = self._head[no], 0
+            node: int = self._head[no]
+            of_run = 0
             assert node and self.find(self._ghost_print[node] >> USE_BITS), "a ghost that cannot be found"
             while node:
                 n, of_run = n + 1, of_run + 1

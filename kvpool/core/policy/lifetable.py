@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
+from librt.vecs import vec
 
 from kvpool.core.policy.classes import EDGES_S, FIRST_EDGE_S, N_BINS, N_CLASSES, N_GAPS, N_NEW, N_TAILS, N_USES
 
@@ -37,12 +38,11 @@ class LifeTable:
 
     def __init__(self) -> None:
         self._counts: Floats = np.zeros((2, N_CLASSES, N_BINS))  # reached, used
-        self.reached: array[float] = array("d", bytes(8 * N_CLASSES * N_BINS))  # by key, since the last refresh
-        self.used: array[float] = array("d", self.reached)
-        self._new = [np.frombuffer(counted).reshape(N_CLASSES, N_BINS) for counted in (self.reached, self.used)]  # (the same)
+        self.reached: vec[float] = _zeros()  # by key, since the last refresh
+        self.used: vec[float] = _zeros()
         self._unseen: Floats = gittins(np.full((1, N_BINS), PRIOR), FIRST_EDGE_S / 2)  # of classes not seen yet
-        self.index: array[float] = array("d", self._unseen[0].tolist() * N_CLASSES)
-        self._index: Floats = np.frombuffer(self.index).reshape(N_CLASSES, N_BINS)  # (the same memory)
+        self._index: Floats = np.repeat(self._unseen, N_CLASSES, axis=0)
+        self.index: vec[float] = vec[float](self._index.ravel())  # (the same)
         self.version = 0
         self.by_time = False  # worth goes by age alone
         self._request_s = FIRST_EDGE_S  # mean time between two requests
@@ -60,9 +60,9 @@ class LifeTable:
             self.by_time = by_time
             self._index[:] = self._unseen
         counts = self._counts
-        for counted, table in zip(self._new, counts, strict=True):
-            table += counted
-            counted.fill(0.0)
+        for counted, table in zip((self.reached, self.used), counts, strict=True):
+            table += np.frombuffer(memoryview(counted)).reshape(N_CLASSES, N_BINS)
+        self.reached, self.used = _zeros(), _zeros()
         np.maximum(counts, 0.0, out=counts)
         self._estimate()
         counts *= DECAY**n_due
@@ -84,6 +84,7 @@ class LifeTable:
         seen = np.flatnonzero(began)
         if len(seen) and not self.by_time:
             self._index[seen] = gittins(np.minimum(chance[seen], CHANCE_MAX), self._request_s)
+        self.index = vec[float](self._index.ravel())
         self.is_sure = float(began.sum()) >= EVIDENCE_MIN and not self.by_time
         self.version += 1
 
@@ -105,6 +106,10 @@ class LifeTable:
             raise ValueError("counts that are no counts")
         self._counts = tables
         self._estimate()
+
+
+def _zeros() -> vec[float]:
+    return vec[float](array("d", bytes(8 * N_CLASSES * N_BINS)))
 
 
 def gittins(chance: Floats, first_s: float) -> Floats:
