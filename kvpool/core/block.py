@@ -57,12 +57,13 @@ _NO_BLOCK: Block | None = None
 class Space:
     """One namespace's blocks on this worker."""
 
-    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "generation", "lingering", "misses", "pins",
-                 "reserved", "share", "spec", "uid")  # fmt: skip
+    __slots__ = ("blocked", "blocks", "causes", "dram", "exact_group", "exact_ssd_group", "generation", "lingering", "misses",
+                 "pins", "reserved", "share", "spec", "uid")  # fmt: skip
 
     def __init__(self, spec: NamespaceSpec, dram: SlabAllocator, generation: GenerationOf, exact_group: Group) -> None:
         self.uid, self.spec, self.dram, self.generation = spec.uid, spec, dram, generation
         self.exact_group = exact_group  # of blocks of exactly block_bytes
+        self.exact_ssd_group: Group | None = None  # the same of the SSD tier, once it is known
         self.blocks: dict[Key, Block] = {}  # live ones
         self.reserved: set[Block] = set()
         self.lingering: set[Block] = set()  # gone, but with a record on disk: somebody reads it, or it is being written

@@ -159,7 +159,7 @@ class Copies(Keeping):
             return True
         if not fits:
             return False
-        group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, size)))
+        group = self._ssd_group(block.space, size)
         return self._ssd_room.could_make(group, now=self._tick, spare_tick=spare_tick, limit=order)
 
     def _wants_second_use(self, block: Block) -> bool:
@@ -546,6 +546,16 @@ class Copies(Keeping):
         if size == space.spec.block_bytes:
             return space.exact_group
         return self._dram_policy.group((space.uid, self.dram.slot_bytes(space.uid, size)))
+
+    def _ssd_group(self, space: Space, size: int) -> Group:
+        assert self.ssd is not None and self._ssd_policy is not None
+        exact = size == space.spec.block_bytes
+        group = space.exact_ssd_group if exact else None
+        if group is None:
+            group = self._ssd_policy.group((space.uid, self.ssd.slot_bytes(space.uid, size)))
+            if exact:
+                space.exact_ssd_group = group
+        return group
 
     # --- what the shell must do -----------------------------------------------------------------------------------------
 

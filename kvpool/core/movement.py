@@ -23,7 +23,7 @@ from kvpool.core.types import NO_PARENT, Key, MissCause, NamespaceUid, Tiers
 
 ADOPTED_PER_TICK: Final = 256
 PLAN_LOOKS_MAX: Final = 16_384  # blocks looked at for one plan: it is made under the lock
-PLAN_PART: Final = 32  # of DRAM must be stored before it is looked again which dirty blocks leave soon
+PLAN_PART: Final = 16  # of DRAM must be stored before it is looked again which dirty blocks leave soon
 MOVED_AT_ONCE: Final = 64  # blocks for which room is made in a tier by one call
 BOTH_OF_SSD: Final = 2  # one part in this many of the SSD tier may hold copies of what is in DRAM, ahead of need
 
@@ -131,7 +131,7 @@ class Movement(Copies):
         if block.size > self.ssd.largest_size():
             return None
         uid = block.space.uid
-        group = self._ssd_policy.group((uid, self.ssd.slot_bytes(uid, block.size)))
+        group = self._ssd_group(block.space, block.size)
         order = self._dram_policy.order_of(block)
         if not self._ssd_within_quota(block.space, group, size=block.size, spare_tick=block.spare_tick, limit=order):
             block.refused = True

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace, merge
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvpool.core.policy.eviction import Group, GroupKey
@@ -160,11 +159,22 @@ class RunGroup(Group):
 
     def in_order(self) -> Iterator[tuple[float, Run]]:
         """All that may lose a block, with their worth, the next first. Nothing may change meanwhile."""
-        self._sort()
-        for worth, runs in groupby(sorted(self._heap), key=itemgetter(0)):
-            alike = [self._by_key[key].runs() for _, _, key in runs]
-            for run in alike[0] if len(alike) == 1 else merge(*alike, key=attrgetter("time_s")):
-                yield worth, run
+        if self._version != self._table.version:
+            self._sort()
+        heap, by_key = self._heap.copy(), self._by_key
+        while heap:
+            worth, _, key = heappop(heap)
+            keys = [key]
+            while heap and heap[0][0] == worth:
+                key = heappop(heap)[2]
+                if key not in keys:
+                    keys.append(key)
+            if len(keys) == 1:
+                for run in by_key[key].runs():
+                    yield worth, run
+            else:
+                for run in merge(*(by_key[key].runs() for key in keys), key=attrgetter("time_s")):
+                    yield worth, run
 
     def _sort(self) -> None:
         self._version = self._table.version
