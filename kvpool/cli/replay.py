@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("hazard", "lru", "arc", "lru2", "s3fifo")
 ENGINES = ("real", "sim")
+N_CLIENTS = 2
 DRAIN_TIMEOUT_MS = 2_000  # nobody else is served by this pool
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", metavar="D", help="Keep the pool here [a directory removed after].")]
@@ -34,7 +35,7 @@ def replay(
     dram: Annotated[str, typer.Option("--dram", metavar="SIZE", help="DRAM of all workers together.")] = "1GiB",
     ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="SSD of all workers together [none].")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Worker processes.")] = 1,
-    clients: Annotated[int, typer.Option("--clients", min=1, max=256, help="Requests under way at once.")] = 2,
+    clients: Annotated[int | None, typer.Option("--clients", min=1, max=256, help="Requests under way at once [2].")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first requests.")] = None,
     speed: Annotated[float | None, typer.Option("--speed", help="Keep the time stamps, this many times faster.")] = None,
     policy: Annotated[str, typer.Option("--policy", metavar="P", help="hazard (learned), lru, arc, lru2 or s3fifo.")] = "hazard",
@@ -67,7 +68,7 @@ def replay(
     ssd_bytes = 0 if ssd is None else _share(parse_size(ssd, option="--ssd"), workers, n_bytes, option="--ssd")
     if engine == "sim" and workers != 1:
         raise ConfigError(f"--workers: --engine sim has one, not {workers}")
-    for option, given in (("--speed", speed), ("--data-dir", data_dir)):
+    for option, given in (("--speed", speed), ("--clients", clients), ("--data-dir", data_dir)):
         if engine == "sim" and given is not None:
             raise ConfigError(f"{option}: not with --engine sim, which has no processes and waits for nothing")
     if report is not None:
@@ -117,7 +118,7 @@ def replay(
                 requests,
                 connect=lambda: connect(pool),
                 block_bytes=n_bytes,
-                n_clients=clients,
+                n_clients=clients or N_CLIENTS,
                 speed=speed,
                 on_time=clock.set,
                 on_done=on_done,

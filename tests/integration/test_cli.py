@@ -95,6 +95,7 @@ def test_every_command_has_help(command: str) -> None:
         (["replay", "t", "--policy", "magic"], "--policy: "),
         (["replay", "t", "--engine", "sim", "--speed", "2"], "--speed: "),
         (["replay", "t", "--engine", "sim", "--data-dir", "d"], "--data-dir: "),
+        (["replay", "t", "--engine", "sim", "--clients", "2"], "--clients: "),
         (["worker", "--dram", "12 apples"], "dram"),
         (["worker", "--ssd", "nowhere"], "ssd"),
         (["master", "--port", "70000"], "port"),
