@@ -15,7 +15,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-POLICIES = "admission classes eviction hazard hazard_tier history lifetable lines queued queued_tier queues rival runs"
+LEARNED = "classes hazard hazard_runs hazard_tier history lifetable queues rival runs"
+POLICIES = f"admission eviction lines queued queued_tier {LEARNED}"
 TABLE = "block blocks copies gone holding holds keeping keys movement pins quota retention room slots"
 COMPILED = [f"kvpool/core/{name}.py" for name in TABLE.split()] + [f"kvpool/core/policy/{name}.py" for name in POLICIES.split()]
 # No configuration of mypy's: its plugins are not where pip builds, nor are kvpool's dependencies. What is not there is Any.

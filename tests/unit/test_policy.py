@@ -16,7 +16,8 @@ from kvpool.core.pins import PinLevel
 from kvpool.core.policy import runs
 from kvpool.core.policy.admission import DAY_S, WriteBudget
 from kvpool.core.policy.classes import EDGES_S, N_BINS, first_key, gap_bucket, new_bucket
-from kvpool.core.policy.hazard import HISTORY_MIN, REQUESTS_MAX, WAITING_MAX, Hazard
+from kvpool.core.policy.hazard import REQUESTS_MAX, WAITING_MAX, Hazard
+from kvpool.core.policy.hazard_runs import HISTORY_MIN
 from kvpool.core.policy.history import History
 from kvpool.core.policy.lifetable import LifeTable, gittins
 from kvpool.core.policy.make import POLICIES, policy_of
