@@ -736,3 +736,14 @@ def test_textbook_policies_keep_to_their_bytes_and_under_the_optimum(name: str) 
     hits = sum(access(policy, ids) for ids in requests)
     assert sum(block in policy for block in {b for ids in requests for b in ids}) <= 60
     assert 0.3 * optimum_hits(requests, 60) < hits <= optimum_hits(requests, 60)
+
+
+def test_blocks_as_deep_as_a_chain_may_be() -> None:
+    rig, brain = learned(64)
+    for depth in (2**31 - 4, 2**32 - 9):
+        for number in range(20):
+            batch = batch_of([f"{depth} {number} {i}" for i in range(8)], parent=f"{depth} {number}", depth=depth)
+            assert set(rig.put(batch)) == {BlockCode.STORED}
+            assert all(rig.has(batch)) and rig.get(batch) == 8
+    assert brain.history.n_ghosts
+    rig.check()

@@ -168,10 +168,10 @@ class CachedRuns:
     def _reaches(self, end: int, request: Request) -> None:
         """The request has blocks up to this rank."""
         if end > request.end:
-            request.end, ends = end, self.history.end
+            request.end = end
             for run in request.runs:
                 if run.request is request:
-                    ends[run.no] = end
+                    self.history.reaches(run.no, end)
 
     def _take_from(self, run: Run, at: int, k: int) -> None:
         """k of its members from `at` on go to another run."""

@@ -31,6 +31,7 @@ NEVER: Final = float("inf")
 ROUNDING: Final = 1e-9
 UNCOUNTED: Final = (1 << 31) - 1
 GROWTH_PART: Final = 32  # of the memory, that it grows by
+END_MAX: Final = UNCOUNTED  # (blocks may be deeper; what is told apart by it is not worth four bytes more a run)
 RUNS_MIN: Final = 64  # that it grows by, at least
 
 
@@ -130,7 +131,7 @@ class History:
         self.time_s[no] = now_s
         self.length[no] = length
         self.left[no] = length
-        self.end[no] = end
+        self.end[no] = min(end, END_MAX)
         self.key[no] = key
         self._recent[no] = 1
         if before:
@@ -184,6 +185,10 @@ class History:
         if no != self._oldest_recent:
             return n
         return max(0, min(n, self._n_lru - (self._n_recent - self.left[no])))
+
+    def reaches(self, no: int, end: int) -> None:
+        """The request that made the run goes on up to this rank."""
+        self.end[no] = min(end, END_MAX)
 
     def lessen(self, no: int, n: int) -> None:
         """n blocks of the run are none of its any more."""
