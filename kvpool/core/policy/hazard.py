@@ -225,7 +225,7 @@ class Hazard(CachedRuns):
             self._count_use(no, len(taken))
             uses += taken
             known += len(taken)
-            if known and blocks[known - 1].rank + 1 + SLACK_BLOCKS < history.end[no]:
+            if known and blocks[known - 1].rank + 1 + SLACK_BLOCKS < history.end_of(no):
                 request.gap = 0
             if not history.left[no]:
                 history.drop(no)
@@ -246,7 +246,7 @@ class Hazard(CachedRuns):
         while len(uses) < len(blocks) and (no := history.find(fingerprint(blocks[len(uses)]))):
             more = history.look(no, map(fingerprint, blocks[len(uses) :]))
             uses += more
-            behind = history.end[no] - (blocks[len(uses) - 1].rank + 1)
+            behind = history.end_of(no) - (blocks[len(uses) - 1].rank + 1)
             gap = gap_bucket(self.now_s - history.time_s[no]) if behind <= SLACK_BLOCKS else 0
         base = first_key(0, 0, new_bucket(new + len(blocks) - len(uses)), gap)
         buckets = (uses.translate(ONE_MORE) + b"\x01" * (len(blocks) - len(uses))).translate(USE_BUCKETS)
@@ -309,7 +309,7 @@ class Hazard(CachedRuns):
     def _gap(self, no: int, end: int) -> int:
         """Bucket of the time since the request that made this run, when this one continues it."""
         history = self.history
-        if end >= 0 and history.end[no] - end > SLACK_BLOCKS:
+        if end >= 0 and history.end_of(no) - end > SLACK_BLOCKS:
             return 0
         return gap_bucket(self.now_s - history.time_s[no])
 

@@ -190,6 +190,11 @@ class History:
         """The request that made the run goes on up to this rank."""
         self.end[no] = min(end, END_MAX)
 
+    def end_of(self, no: int) -> int:
+        """Rank behind the last block of that request, END_MAX: or further."""
+        end: int = self.end[no]  # (no i32: what it is compared with may be more)
+        return end
+
     def lessen(self, no: int, n: int) -> None:
         """n blocks of the run are none of its any more."""
         self.left[no] -= n
