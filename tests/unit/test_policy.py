@@ -738,6 +738,17 @@ def test_textbook_policies_keep_to_their_bytes_and_under_the_optimum(name: str) 
     assert 0.3 * optimum_hits(requests, 60) < hits <= optimum_hits(requests, 60)
 
 
+def test_a_run_that_an_earlier_process_left_may_be_long() -> None:
+    history = History()
+    no = history.add_uncounted(0.0, first_key(0, 0, 0, 0))
+    for _ in range(1000):
+        history.grow(no)
+    history.check()
+    assert history.lru_hits(no, 1001) == 0
+    history.next_request(1001)
+    assert history.lru_hits(no, 1001) == 1001 and history.end_of(no) == 0
+
+
 def test_blocks_as_deep_as_a_chain_may_be() -> None:
     rig, brain = learned(64)
     for depth in (2**31 - 4, 2**32 - 9):

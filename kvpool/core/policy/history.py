@@ -215,8 +215,7 @@ class History:
 
     def grow(self, no: int) -> None:
         """The run, one of `add_uncounted`, has one block more."""
-        self.left[no] += 1
-        self._n_recent += self._recent[no]
+        self.lessen(no, -1)
 
     def is_whole(self, no: int) -> bool:
         """Nothing of the run was used again or left."""
