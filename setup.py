@@ -1,5 +1,6 @@
 """Builds kvpool: what is to be said of it is in pyproject.toml. Here the worker's table of blocks and its eviction policies are
-compiled with mypyc where that is possible. Uncompiled they do the same in three to four times the time.
+compiled with mypyc where that is possible. Uncompiled the table does the same in twice the time,
+the policies in four times.
 
 KVPOOL_COMPILE in the environment: 0: they are not compiled; 1: it is an error if they cannot be. Unset: where mypyc, a C compiler
 and Python's headers are, but not for an editable install, where a compiled module would go on as it was when its source changes.
