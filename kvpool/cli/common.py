@@ -142,10 +142,12 @@ def token_of(settings: Any) -> str:
     return token
 
 
-def raise_on_sigterm() -> None:
-    """SIGTERM ends long commands as Ctrl-C does, so that what they started is stopped."""
+def raise_on_stops() -> None:
+    """SIGTERM and SIGINT end long commands as Ctrl-C does, so that what they started is stopped; SIGINT also where it was ignored
+    at the start, as in the background jobs of a script. Main thread only."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.common import JsonOption, format_bytes, print_json, raise_on_sigterm
+from kvpool.cli.common import JsonOption, format_bytes, print_json, raise_on_stops
 
 if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
@@ -41,7 +41,7 @@ def demo(
     requests = multi_turn(
         seed=seed, n_conversations=N_CONVERSATIONS, n_turns=N_TURNS, system_blocks=SYSTEM_BLOCKS, turn_blocks=TURN_BLOCKS
     )
-    raise_on_sigterm()
+    raise_on_stops()
     with directory(None) as home:
         plan = PoolPlan(
             n_workers=N_WORKERS,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.common import EXIT_FAILED, JsonOption, format_bytes, parse_size, print_json, raise_on_sigterm
+from kvpool.cli.common import EXIT_FAILED, JsonOption, format_bytes, parse_size, print_json, raise_on_stops
 from kvpool.errors import ConfigError, KVPoolError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def replay(
 
         check_target(report, trace=trace)
     requests = load_mooncake(trace, limit=limit)
-    raise_on_sigterm()
+    raise_on_stops()
 
     def write_report(facts: dict[str, Any], rows: Sequence[Served]) -> None:
         """The page, where one is asked for. Exit status 1 when it cannot be written after all; the facts are printed by then."""

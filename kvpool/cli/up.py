@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.common import JsonOption, print_json, raise_on_sigterm
+from kvpool.cli.common import JsonOption, print_json, raise_on_stops
 from kvpool.cli.roles import (
     Advertise,
     ConfigFile,
@@ -73,7 +73,7 @@ def up(
         drain_timeout_ms=drain_timeout,
     )
     settings = load_settings(config, flags)
-    raise_on_sigterm()
+    raise_on_stops()
     try:
         with Pool(plan_of(settings, config)) as pool:
             pool.start()

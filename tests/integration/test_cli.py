@@ -24,6 +24,7 @@ from tests.support.proxy import free_port
 from tests.support.waiting import wait_until
 
 UP_SMALL = ("--dram", "16MiB", "--port", "0", "--http-port", "0")
+SIGINT_IGNORED = ("bash", "-c", 'trap "" INT; exec "$@"', "bash")  # as a shell starts the background jobs of a script
 
 
 def ok_json(*args: str | Path, **settings: Any) -> dict[str, Any]:
@@ -48,9 +49,9 @@ def start_up(tmp_path: Path) -> Iterator[Callable[..., Role]]:
     """start_up("--workers", "2", ...) starts `kvpool up --json` in a directory of its own; ended after the test."""
     roles: list[Role] = []
 
-    def start(*args: str, wait: bool = True) -> Role:
+    def start(*args: str, wait: bool = True, **settings: Any) -> Role:
         data_dir = tmp_path / f"up-{len(roles)}"
-        role = Role(["up", "--json", "--data-dir", str(data_dir), *args], log=tmp_path / f"up-{len(roles)}.log")
+        role = Role(["up", "--json", "--data-dir", str(data_dir), *args], log=tmp_path / f"up-{len(roles)}.log", **settings)
         roles.append(role)
         return role.wait_ready(timeout_s=60) if wait else role
 
@@ -267,6 +268,21 @@ def test_ctrl_c_ends_up_cleanly(start_up: Callable[..., Role]) -> None:
     up.signal(signal.SIGINT)
     assert up.process.wait(timeout=20) == 0
     assert not any(alive(p["pid"]) for p in up.ready["processes"])
+
+
+def test_sigint_ends_what_was_started_with_it_ignored(start_up: Callable[..., Role], tmp_path: Path) -> None:
+    """As background jobs of a script are."""
+    up = start_up(*UP_SMALL, prefix=SIGINT_IGNORED)
+    up.signal(signal.SIGINT)
+    assert up.process.wait(timeout=20) == 0
+    demo = Role(["demo"], log=tmp_path / "demo.log", env={"TMPDIR": str(tmp_path)}, prefix=SIGINT_IGNORED)
+    try:
+        wait_until(lambda: len(children_of(demo.pid)) == 3, timeout_s=30, what="a master and two workers")
+        demo.signal(signal.SIGINT)
+        assert demo.process.wait(timeout=30) == 1
+    finally:
+        demo.kill()
+    assert "interrupted" in demo.log_text()
 
 
 def test_kill_9_of_up_takes_the_whole_tree(start_up: Callable[..., Role]) -> None:
