@@ -22,6 +22,7 @@ from kvpool.errors import ConfigError, InvalidArgument, KVPoolError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+_UsageError: Any = typer.BadParameter.__base__  # of a missing argument too; typer itself exports only this child
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 MasterOption = Annotated[
@@ -32,11 +33,16 @@ DeadlineOption = Annotated[str, typer.Option("--deadline", metavar="TIME", help=
 
 
 class PoolGroup(TyperGroup):
-    """Turns what a user can cause into one line on standard error and an exit status; never a traceback."""
+    """Turns what a user can cause into one line on standard error (usage: a few) and an exit status; never a traceback."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        with _usage_said():
+            return super().make_context(*args, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _usage_said():
+                return super().invoke(ctx)
         except KVPoolError as error:
             fail(error, as_json=_asked_for_json())
         except BrokenPipeError:
@@ -47,6 +53,18 @@ class PoolGroup(TyperGroup):
         except KeyboardInterrupt:
             print("kvpool: interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_FAILED) from None
+
+
+@contextmanager
+def _usage_said() -> Iterator[None]:
+    """An unknown option, a missing argument and the like: said, with --json as an object as well, and status 2."""
+    try:
+        yield
+    except _UsageError as error:
+        error.show()
+        if _asked_for_json():
+            print_error(InvalidArgument(error.format_message()))
+        raise typer.Exit(error.exit_code) from None
 
 
 def _asked_for_json() -> bool:
@@ -60,11 +78,19 @@ def _os_words(error: OSError) -> str:
 
 def fail(error: KVPoolError, *, as_json: bool) -> NoReturn:
     """Print the error (one line; with --json an object as well) and end with status 1, or 2 for a wrong setting."""
-    message = " ".join(str(error).split())
-    print(f"kvpool: error: {message}", file=sys.stderr)
+    print(f"kvpool: error: {_line_of(error)}", file=sys.stderr)
     if as_json:
-        print_json({"error": {"code": error.code, "message": message}})
+        print_error(error)
     raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED)
+
+
+def print_error(error: KVPoolError) -> None:
+    """The object of a failure with --json."""
+    print_json({"error": {"code": error.code, "message": _line_of(error)}})
+
+
+def _line_of(error: KVPoolError) -> str:
+    return " ".join(str(error).split())
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvpool.cli.common import JsonOption
+from kvpool.cli.common import JsonOption, print_error
+from kvpool.errors import KVPoolError
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with a table for each role.")]
 Host = Annotated[str | None, typer.Option("--host", metavar="HOST", help="Address to bind [127.0.0.1].")]
@@ -56,6 +58,17 @@ def end_with(status: int) -> NoReturn:
     os._exit(status)
 
 
+def failed_start(role: str, *, as_json: bool) -> Callable[[KVPoolError], None]:
+    """What says why a role cannot start: on standard error, with --json as an object as well."""
+
+    def say(error: KVPoolError) -> None:
+        print(f"kvpool {role}: {error}", file=sys.stderr)
+        if as_json:
+            print_error(error)
+
+    return say
+
+
 def master(
     config: ConfigFile = None,
     host: Host = None,
@@ -70,8 +83,7 @@ def master(
     json: JsonOption = False,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run one master until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
-    del json  # the ready line is JSON either way
+    """Run one master until SIGINT or SIGTERM. Prints one line of JSON when it is ready, with or without --json."""
     start_with(parent_pid)
     from kvpool import config as configuration
 
@@ -89,7 +101,7 @@ def master(
     settings = configuration.load("master", file=config, flags=flags)
     from kvpool.master import server
 
-    end_with(server.run(settings, parent_pid=parent_pid))
+    end_with(server.run(settings, parent_pid=parent_pid, say=failed_start("master", as_json=json)))
 
 
 def worker(
@@ -109,8 +121,7 @@ def worker(
     json: JsonOption = False,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run one worker until SIGINT or SIGTERM. Prints one line of JSON when it is ready."""
-    del json  # the ready line is JSON either way
+    """Run one worker until SIGINT or SIGTERM. Prints one line of JSON when it is ready, with or without --json."""
     start_with(parent_pid)
     from kvpool import config as configuration
 
@@ -131,4 +142,4 @@ def worker(
     settings = configuration.load("worker", file=config, flags=flags)
     from kvpool.worker import server
 
-    end_with(server.run(settings, parent_pid=parent_pid))
+    end_with(server.run(settings, parent_pid=parent_pid, say=failed_start("worker", as_json=json)))

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -53,9 +52,9 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["Master"].full_name
 _OPEN_TO_ALL: Final = "/grpc.health.v1.Health/"
 
 
-def run(settings: MasterSettings, *, parent_pid: int | None = None) -> int:
-    """Runs one master until SIGINT or SIGTERM: 0. A start that fails is said on standard error: 1. Raises ConfigError when the
-    token file cannot be used, KVPoolError when `parent_pid` is not the parent."""
+def run(settings: MasterSettings, *, say: Callable[[KVPoolError], object], parent_pid: int | None = None) -> int:
+    """Runs one master until SIGINT or SIGTERM: 0. Why a start fails goes to `say`: 1. Raises ConfigError when the token file
+    cannot be used, KVPoolError when `parent_pid` is not the parent."""
     import uvloop
 
     logs.set_up("master")
@@ -69,7 +68,7 @@ def run(settings: MasterSettings, *, parent_pid: int | None = None) -> int:
             finally:
                 ignore_stops()  # one more must not spoil the exit status
     except KVPoolError as error:
-        print(f"kvpool master: {error}", file=sys.stderr)  # noqa: T201
+        say(error)
         return 1
 
 

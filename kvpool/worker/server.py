@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,16 +54,16 @@ GC_THRESHOLDS: Final = (50_000, 20, 100)  # blocks are long-lived: full collecti
 SWITCH_INTERVAL_S: Final = 0.001  # a loop that becomes ready waits at most this long for a thread that computes
 
 
-def run(settings: WorkerSettings, *, parent_pid: int | None = None) -> int:
-    """One worker until SIGTERM or SIGINT; prints the ready line. Returns the exit status: 1, with the reason on standard error,
-    when it cannot start. Call it on the main thread."""
+def run(settings: WorkerSettings, *, say: Callable[[KVPoolError], object], parent_pid: int | None = None) -> int:
+    """One worker until SIGTERM or SIGINT; prints the ready line. Returns the exit status: 1 when it cannot start, and why goes to
+    `say`. Call it on the main thread."""
     logs.set_up("worker")
     try:
         if parent_pid is not None:
             die_with_parent(parent_pid)
         return _run(settings)
     except KVPoolError as error:
-        print(f"kvpool worker: {error}", file=sys.stderr)  # noqa: T201
+        say(error)
         return 1
 
 

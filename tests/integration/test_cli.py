@@ -127,6 +127,30 @@ def test_wrong_usage_is_status_2_and_names_what_is_wrong(args: list[str], words:
     assert words in done.stderr and "Traceback" not in done.stderr and not done.stdout
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(["--frob"], "--frob"), (["nope"], "nope"), (["status", "-x"], "-x"), (["ls"], "NAMESPACE"), (["ns", "show"], "NAME")],
+)
+def test_wrong_usage_is_one_json_object_too(args: list[str], words: str) -> None:
+    done = run_cli(*args, "--json")
+    (line,) = done.stdout.splitlines()
+    error = json.loads(line)["error"]
+    assert done.returncode == 2 and error["code"] == "invalid_argument" and words in error["message"]
+    assert error["message"] in done.stderr and "Usage: " in done.stderr
+
+
+@pytest.mark.parametrize("role", ["master", "worker"])
+def test_a_role_that_cannot_start_says_so_in_json_too(role: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        args = (role, "--port", port, "--http-port", "0", "--data-dir", tmp_path)
+        done, plain = run_cli(*args, "--json"), run_cli(*args)
+    assert done.returncode == plain.returncode == 1 and f"kvpool {role}: port: " in plain.stderr and not plain.stdout
+    (line,) = done.stdout.splitlines()
+    error = json.loads(line)["error"]
+    assert error["code"] == "config" and port in error["message"] and error["message"] in done.stderr
+
+
 def test_an_unknown_setting_stops_the_start_and_names_the_nearest(tmp_path: Path) -> None:
     done = run_cli("worker", env={"KVPOOL_WORKER__DRAMM": "1GiB"})
     assert done.returncode == 2 and "KVPOOL_WORKER__DRAMM" in done.stderr and "KVPOOL_WORKER__DRAM?" in done.stderr
