@@ -49,7 +49,7 @@ class PoolGroup(TyperGroup):
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  the reader has gone: nothing more to say, and nothing to flush
             raise typer.Exit(EXIT_FAILED) from None
         except OSError as error:
-            fail(KVPoolError(_os_words(error)), as_json=_asked_for_json())
+            fail(KVPoolError(os_words(error)), as_json=_asked_for_json())
         except KeyboardInterrupt:
             print("kvpool: interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_FAILED) from None
@@ -71,7 +71,8 @@ def _asked_for_json() -> bool:
     return "--json" in sys.argv[1:]
 
 
-def _os_words(error: OSError) -> str:
+def os_words(error: OSError) -> str:
+    """The file, where one is known, and what is wrong with it."""
     words = error.strerror or str(error)
     return f"{error.filename}: {words}" if error.filename else words
 
@@ -156,15 +157,20 @@ def client_settings(master: str | None, token_file: Path | None) -> Any:
 
 
 def token_of(settings: Any) -> str:
-    """The token that the settings name; "" without one."""
+    """The token that the settings name; "" without one. Raises ConfigError naming the setting, or the option, and the file."""
+    from kvpool import config
+
     if not settings.token_file:
         return str(settings.token)
+    name = "--token-file" if config.sources(settings)["token_file"].startswith("argument") else "token_file"
     try:
         token = Path(settings.token_file).read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
         token = ""
+    except OSError as error:
+        raise ConfigError(f"{name}: {os_words(error)}") from None
     if not token or not token.isprintable():
-        raise ConfigError(f"token_file: {settings.token_file} must hold one line of printable characters")
+        raise ConfigError(f"{name}: {settings.token_file} must hold one line of printable characters")
     return token
 
 

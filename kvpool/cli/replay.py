@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.common import EXIT_FAILED, JsonOption, format_bytes, parse_size, print_json, raise_on_stops
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.cli.common import EXIT_FAILED, JsonOption, format_bytes, os_words, parse_size, print_json, raise_on_stops
+from kvpool.errors import ConfigError, InvalidArgument, KVPoolError
 
 if TYPE_CHECKING:
     from kvpool.cli.drive import Tally
@@ -75,7 +75,10 @@ def replay(
         from kvpool.cli.report import check_target
 
         check_target(report, trace=trace)
-    requests = load_mooncake(trace, limit=limit)
+    try:
+        requests = load_mooncake(trace, limit=limit)
+    except OSError as error:
+        raise InvalidArgument(os_words(error)) from None
     raise_on_stops()
 
     def write_report(facts: dict[str, Any], rows: Sequence[Served]) -> None:

@@ -89,9 +89,11 @@ def parse_request(line: bytes, *, path: Path, number: int) -> Request:
         raise TraceError(f"{path}, line {number}: {words}")
 
     try:
-        row = json.loads(line, parse_constant=lambda word: refuse(f"{word} is no number"))
+        row = json.loads(line.rstrip(), parse_constant=lambda word: refuse(f"{word} is no number"))
     except UnicodeDecodeError:
         refuse("not UTF-8 text")
+    except json.JSONDecodeError as error:
+        refuse(f"not JSON ({error.msg}, column {error.colno})")
     except (ValueError, RecursionError) as error:
         refuse(f"not JSON ({_short(error)})")
     if not isinstance(row, dict):

@@ -151,6 +151,16 @@ def test_a_role_that_cannot_start_says_so_in_json_too(role: str, tmp_path: Path)
     assert error["code"] == "config" and port in error["message"] and error["message"] in done.stderr
 
 
+def test_a_token_file_of_a_flag_is_named_as_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "two").write_text("two\nlines\n")
+    for name in ("absent", "two"):
+        done = run_cli("status", "--token-file", tmp_path / name, "--json")
+        assert done.returncode == 2 and done.stderr.startswith(f"kvpool: error: --token-file: {tmp_path / name}"), done.stderr
+        assert json.loads(done.stdout)["error"]["code"] == "config"
+    done = run_cli("status", env={"KVPOOL_CLIENT__TOKEN_FILE": str(tmp_path / "absent")})
+    assert done.returncode == 2 and done.stderr.startswith(f"kvpool: error: token_file: {tmp_path / 'absent'}"), done.stderr
+
+
 def test_an_unknown_setting_stops_the_start_and_names_the_nearest(tmp_path: Path) -> None:
     done = run_cli("worker", env={"KVPOOL_WORKER__DRAMM": "1GiB"})
     assert done.returncode == 2 and "KVPOOL_WORKER__DRAMM" in done.stderr and "KVPOOL_WORKER__DRAM?" in done.stderr

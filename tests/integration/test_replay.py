@@ -173,7 +173,8 @@ def test_a_malformed_line_is_named_before_anything_starts(tmp_path: Path, line: 
 )
 def test_a_file_that_is_no_trace(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "empty.jsonl").touch()
-    done = run_cli("replay", tmp_path / name)
+    done = run_cli("replay", tmp_path / name, "--json")
+    assert json.loads(done.stdout)["error"]["code"] == "invalid_argument"
     assert done.returncode == 1 and name.strip(".") in done.stderr and words in done.stderr and "Traceback" not in done.stderr
 
 

@@ -35,6 +35,7 @@ def test_the_limit_keeps_later_lines_unread(tmp_path: Path) -> None:
     [
         ("{nope", "not JSON"),
         ("[" * 200_000, "not JSON"),
+        ('{"a": 1', "not JSON (Expecting ',' delimiter, column 8)"),
         ("[1]", "not a JSON object but a list"),
         ("null", "not a JSON object but null"),
         *[({k: v for k, v in GOOD.items() if k != name}, f'field "{name}" is missing') for name in GOOD],
