@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, cast
+from typing import IO, Any, NamedTuple, NoReturn
 
 from kvpool.errors import InvalidArgument, KVPoolError
 
 MAX_LINE_BYTES = 64 << 20  # a request of a million blocks is a tenth of this: longer means that the file is something else
 MAX_ID = (1 << 64) - 1
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ZSTD_PIECE_BYTES = 4096  # compressed bytes at once: even of nothing but zeros they make no more than 128 MiB
 COUNTS = ("input_length", "output_length")
 
 
@@ -147,6 +148,8 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
     with path.open("rb") as raw:
         head = raw.read(len(ZSTD_MAGIC))
         raw.seek(0)
+        if len(head) < len(ZSTD_MAGIC) and ZSTD_MAGIC.startswith(head) and (head or path.suffix == ".zst"):
+            _refuse_cut(path)
         if head != ZSTD_MAGIC:
             yield raw
             return
@@ -154,15 +157,51 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
             import zstandard
         except ImportError:
             raise KVPoolError(f"{path}: compressed with zstd; `pip install zstandard` or decompress it first") from None
-        with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as plain:
-            yield io.BufferedReader(cast(Any, plain))
+        yield io.BufferedReader(_Plain(raw, path, zstandard.ZstdDecompressor()))
+
+
+def _refuse_cut(path: Path) -> NoReturn:
+    raise TraceError(f"{path}: cut short: the zstd data in it does not end")
+
+
+class _Plain(io.RawIOBase):
+    """The contents of a zstd file, frame by frame. Not zstandard's own reader: that takes a file cut short for its end."""
+
+    def __init__(self, packed: IO[bytes], path: Path, zstd: Any) -> None:
+        self._packed, self._path, self._zstd = packed, path, zstd
+        self._frame: Any = None  # the one that is being decompressed
+        self._rest = b""  # of what was read, behind the last frame
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        """As many bytes as there are, 0 at the end. Raises TraceError where the file ends within a frame, zstandard's own error
+        for what is no zstd."""
+        while not self._ready:
+            piece = self._rest or self._packed.read(ZSTD_PIECE_BYTES)
+            self._rest = b""
+            if not piece:
+                if self._frame is not None:
+                    _refuse_cut(self._path)
+                return 0
+            if self._frame is None:
+                self._frame = self._zstd.decompressobj()
+            self._ready = memoryview(self._frame.decompress(piece))
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        n = min(len(out), len(self._ready))
+        out[:n] = self._ready[:n]
+        self._ready = self._ready[n:]
+        return n
 
 
 def _line(lines: IO[bytes], path: Path, number: int) -> bytes:
     """The next line, b"" at the end."""
     try:
         line = lines.readline(MAX_LINE_BYTES + 1)
-    except OSError:
+    except (OSError, TraceError):
         raise
     except Exception as error:  # zstandard has its own classes, which exist only where it is installed
         raise TraceError(f"{path}, line {number}: cannot be decompressed ({_short(error)})") from None

@@ -91,9 +91,26 @@ def test_zstd_by_its_first_bytes_and_cut_short(tmp_path: Path) -> None:
     (tmp_path / "broken.zst").write_bytes(packed[:40] + bytes(40) + packed[80:])
     with pytest.raises(TraceError, match=r"broken\.zst, line"):
         load_mooncake(tmp_path / "broken.zst")
-    (tmp_path / "cut.zst").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(TraceError, match=r"cut\.zst"):
-        load_mooncake(tmp_path / "cut.zst")
+
+
+def test_zstd_cut_anywhere_is_said_to_be_cut_short(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    plain = write(tmp_path / "t.jsonl", *[{**GOOD, "hash_ids": [i, i * 7919]} for i in range(40)])
+    first, second = (zstandard.ZstdCompressor(write_checksum=check).compress(plain.read_bytes()) for check in (True, False))
+    skipped = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"  # a frame that holds nothing
+    packed = first + skipped + second
+    trace = tmp_path / "t.zst"
+    trace.write_bytes(packed)
+    assert load_mooncake(trace) == 2 * load_mooncake(plain)
+    whole = {len(first), len(first + skipped), len(packed)}
+    for size in range(len(packed)):
+        trace.write_bytes(packed[:size])
+        if size in whole:
+            assert load_mooncake(trace) == load_mooncake(plain)
+            continue
+        with pytest.raises(TraceError) as caught:
+            load_mooncake(trace)
+        assert str(caught.value).startswith(f"{trace}: cut short"), (size, str(caught.value))
 
 
 def test_the_generated_workload_is_the_same_for_a_seed_and_grows_prefixes() -> None:
