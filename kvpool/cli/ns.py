@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,7 @@ def create(
     ] = None,
     block_tokens: Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens a block of opaque values.")] = 1,
     layout: Annotated[
-        Path | None, typer.Option("--layout", metavar="FILE", help="JSON of a KVLayout, as `ns show` prints it.")
+        Path | None, typer.Option("--layout", metavar="FILE", help="JSON of a KVLayout, or all of `ns show NAME --json`.")
     ] = None,
     hash: Annotated[str, typer.Option("--hash", metavar="KIND", help="sha256, xxh3_128 or external.")] = "sha256",  # noqa: A002
     salt: Annotated[str, typer.Option("--salt", metavar="HEX", help="Bytes that go into every hash.")] = "",
@@ -184,10 +185,18 @@ def delete(
 
 
 def _layout_of(file: Path) -> KVLayout:
+    """The layout in the file: alone, or within a namespace as `ns show` prints it. Raises ConfigError naming file and field."""
+    import json
+
     from kvpool.core.layout import KVLayout
 
     try:
-        return KVLayout.from_json(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        with contextlib.suppress(ValueError, RecursionError):  # (KVLayout says what is wrong)
+            whole = json.loads(text)
+            if isinstance(whole, dict) and isinstance(whole.get("layout"), dict):
+                text = json.dumps(whole["layout"])
+        return KVLayout.from_json(text)
     except InvalidArgument as error:
         raise ConfigError(f"--layout: {file}: {str(error).removeprefix('layout: ')}") from None
     except UnicodeDecodeError:

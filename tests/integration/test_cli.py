@@ -253,6 +253,21 @@ def test_namespaces_blocks_and_status(pool: Cluster) -> None:
     assert "cli-a" not in [n["name"] for n in ok_json("ns", "list", *at)["namespaces"]]
 
 
+def test_a_layout_is_taken_as_ns_show_prints_it(pool: Cluster, tmp_path: Path) -> None:
+    at = ("--master", pool.master_address)
+    file = tmp_path / "layout.json"
+    ok_json("ns", "create", "cli-shown", "--block-bytes", "4KiB", *at)
+    shown = ok_json("ns", "show", "cli-shown", *at)
+    for given in (shown["layout"], shown):
+        file.write_text(json.dumps(given))
+        made = ok_json("ns", "create", "cli-shown", "--layout", file, *at)
+        assert made["created"] is False and made["fingerprint"] == shown["fingerprint"]
+    shown["layout"]["dtyp"] = "x"
+    file.write_text(json.dumps(shown))
+    done = run_cli("ns", "create", "cli-shown", "--layout", file, *at)
+    assert done.returncode == 2 and done.stderr.startswith(f"kvpool: error: --layout: {file}: unknown field 'dtyp'"), done.stderr
+
+
 def test_namespaces_are_in_order_and_an_unknown_one_names_the_nearest(pool: Cluster) -> None:
     at = ("--master", pool.master_address)
     ok_json("ns", "create", "cli-near", "--block-bytes", "4KiB", *at)
