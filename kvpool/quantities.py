@@ -21,6 +21,7 @@ SIZE_UNITS: Final[dict[str, int]] = {
     "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB,
 }  # fmt: skip
 TIME_UNITS_MS: Final[dict[str, int]] = {"ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000}
+_MEANT: Final = {"m": "min"}  # a short form that people write: not "ms", which is nearer
 _QUANTITY: Final = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,10})?) ?([A-Za-z]{1,10})")
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
 SSD_BYTES_MIN: Final = 1 * MIB  # below, an extent's header and table leave no room for a block
@@ -48,7 +49,7 @@ def _quantity(value: object, units: dict[str, int], word: str, example: str) -> 
     if match is None:
         raise ValueError(f"must be whole {word}, or text like {example}")
     if match[2] not in units:
-        folded = {unit.lower(): unit for unit in units}
+        folded = {**{unit.lower(): unit for unit in units}, **{short: unit for short, unit in _MEANT.items() if unit in units}}
         near = folded.get(match[2].lower()) or next(iter(difflib.get_close_matches(match[2], units, 1, 0.3)), None)
         hint = f"; did you mean {near!r}?" if near else ""
         raise ValueError(f"unknown unit {match[2]!r}: units are {', '.join(units)}{hint}")

@@ -302,6 +302,8 @@ def test_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, want
         ("500ms", 500),
         ("1.5s", 1500),
         ("2min", 120_000),
+        ("10m", "did you mean 'min'"),
+        ("10M", "did you mean 'min'"),
         ("1h", 3_600_000),
         (1500, 1500),
         ("1500", 1500),
