@@ -121,6 +121,10 @@ def create(
 
     if (block_bytes is None) == (layout is None):
         raise ConfigError("say either --block-bytes or --layout")
+    if read_policy == "timeout" and read_timeout is None:
+        raise ConfigError("--read-timeout: needed with --read-policy timeout, at least 1ms")
+    if read_policy in ("wait", "best_effort") and read_timeout is not None:
+        raise ConfigError(f"--read-timeout: only with --read-policy timeout, not with {read_policy}")
     try:
         salt_bytes = bytes.fromhex(salt)
     except ValueError:
