@@ -48,6 +48,7 @@ from kvpool.quantities import (
 
 log = logging.getLogger(__name__)
 
+_warned: set[str] = set()  # variables that this process has warned of
 HOUR_MS: Final = 3_600_000
 MAX_CONFIG_FILE_BYTES: Final = 1 << 20
 
@@ -277,7 +278,8 @@ def load(role: str, *, file: Path | None = ..., flags: Mapping[str, Any] | None 
 def load(role: str, *, file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """The checked settings of `role`. `flags`: field -> value, None: not given. Reads `file` and the environment.
 
-    Raises ConfigError with one sentence for each wrong value. Nothing is kept: two calls may differ. Any thread.
+    Raises ConfigError with one sentence for each wrong value. Two calls may differ; of a variable that may be another
+    program's is warned once in a process. Any thread.
     """
     if role not in Role.__members__.values():
         raise ConfigError(f"role: {role!r} is none; roles are {', '.join(Role)}")
@@ -395,7 +397,9 @@ def _refuse_variable(name: str, value: str, names: list[str]) -> None:
         return
     near = difflib.get_close_matches(name.upper(), names, 1, 0.8)
     if not near and "__" not in name:
-        log.warning("event=unknown_variable name=%s", name)
+        if name not in _warned:
+            _warned.add(name)
+            log.warning("event=unknown_variable name=%s", name)
         return
     owner = next((role for role in Role if name.upper().startswith(f"KVPOOL_{role.upper()}__")), None)
     if owner is not None:  # a right role: the nearest of its own fields

@@ -5,12 +5,14 @@ Command modules import the weight (grpc, numpy, rich) inside their functions, so
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from kvpool.cli import blocks, config_cmd, demo, drain, ns, pins, replay, roles, sim, status, up
 from kvpool.cli.common import PoolGroup
+from kvpool.obs import logs
 
 app = typer.Typer(
     name="kvpool",
@@ -33,9 +35,11 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
-    pass
+    del version
+    logs.set_up(context.invoked_subcommand or "cli", level=logging.WARNING)  # a role sets up its own
 
 
 app.command("up")(up.up)

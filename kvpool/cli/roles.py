@@ -40,11 +40,13 @@ def given(**flags: Any) -> dict[str, Any]:
 
 def start_with(parent_pid: int | None) -> None:
     """Tie this process to its parent's life, before anything heavy is loaded. numpy makes no threads: it would make one for each
-    core of the machine, with memory of its own, for algebra that no role does."""
+    core of the machine, with memory of its own, for algebra that no role does. What is odd in the environment, which it has from
+    its parent, the parent has said."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if parent_pid is not None:
         from kvpool.obs.process import die_with_parent
 
+        logging.getLogger("kvpool.config").setLevel(logging.ERROR)
         die_with_parent(parent_pid)
 
 

@@ -7,7 +7,7 @@ import sys
 
 
 def set_up(role: str, *, level: int = logging.INFO) -> None:
-    """Sends everything of `level` and above to standard error. Once a process."""
+    """Sends everything of `level` and above to standard error, as from `role`. What was set up before ends."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter(

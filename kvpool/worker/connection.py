@@ -127,13 +127,13 @@ class Connection:
             return
         except FrameError as error:
             self.loop.count("malformed")
-            log.debug("malformed frame: %s", error)
+            log.debug("event=malformed_frame error=%r", str(error))
             self.close("malformed")
         except OSError:
             self.close("reset")
         except Exception:
             self.loop.count("internal_errors")
-            log.exception("a request failed; its connection is closed")
+            log.exception("event=request_failed then=connection_closed")
             self.close("internal")
 
     def on_writable(self) -> None:

@@ -176,7 +176,7 @@ class Loop(threading.Thread):
             call()
         except Exception:
             self.count("internal_errors")
-            log.exception("a step of the data plane failed")
+            log.exception("event=plane_step_failed")
 
     def _serve(self, connection: Connection, event: int) -> None:
         if event & select.EPOLLIN and not event & (select.EPOLLHUP | select.EPOLLERR):
@@ -199,7 +199,7 @@ class Loop(threading.Thread):
                 return
             except OSError as error:  # out of descriptors, or the peer left in between
                 self.count("accept_failed")
-                log.warning("accept failed: %s", error)
+                log.warning("event=accept_failed error=%r", str(error))
                 return
             sock.setblocking(False)
             admitted = self.plane.admit()

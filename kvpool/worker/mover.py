@@ -187,7 +187,7 @@ class Mover:
                 self._round()
             except Exception:  # a bug must not end the thread silently: puts would wait for ever
                 self._counters["bugs"] += 1
-                log.exception("mover_bug")
+                log.exception("event=mover_bug")
 
     def _wait(self) -> bool:
         """Until kicked, or until the SSD tier is to be tried again. False: stop."""
@@ -284,7 +284,7 @@ class Mover:
     def _failed(self, error: TierError, doing: str) -> None:
         """Counts it; takes the SSD tier out of use when more calls would fail alike."""
         self._counters[f"{doing}_failed"] += 1
-        log.warning("mover_failed doing=%s trouble=%s reason=%r", doing, error.trouble.value, error.reason)
+        log.warning("event=mover_failed doing=%s trouble=%s reason=%r", doing, error.trouble.value, error.reason)
         if error.is_out and doing != "populate" and self._retry_at is None:
             self._take_out(error.reason)
 

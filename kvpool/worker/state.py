@@ -168,7 +168,7 @@ class WorkerState:
             self.counters["write_failed"] += 1
             raise TierError(Trouble.FULL, f"worker state {self.directory} cannot grow to {size} bytes: {failed}") from failed
         self.counters["grown"] += 1
-        log.info("state_grown dir=%s bytes=%d", self.directory, size)
+        log.info("event=state_grown dir=%s bytes=%d", self.directory, size)
 
     def _read_id(self, path: Path) -> WorkerId:
         """The worker's id; made at the first start, or when the file is damaged."""
@@ -177,7 +177,7 @@ class WorkerState:
             if _ID.fullmatch(text):
                 return WorkerId(text)
             self.counters["bad_id"] += 1
-            log.warning("state_id_unusable file=%s", path)
+            log.warning("event=state_id_unusable file=%s", path)
         made = uuid.uuid4().hex
         fresh = path.with_name("id.new")
         try:
@@ -208,7 +208,7 @@ class WorkerState:
     def _set_aside(self, path: Path, reason: str) -> None:
         """Only the latest bad one is kept, for whoever wants to look: bounded."""
         self.counters["set_aside"] += 1
-        log.error("state_set_aside dir=%s reason=%r", path, reason)
+        log.error("event=state_set_aside dir=%s reason=%r", path, reason)
         bad = path.with_name(path.name + ".bad")
         if bad.is_dir() and not bad.is_symlink():
             shutil.rmtree(bad, ignore_errors=True)

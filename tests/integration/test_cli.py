@@ -313,6 +313,15 @@ def test_up_serves_says_so_and_ends_with_all_that_it_started(start_up: Callable[
     assert "Traceback" not in up.log_text()
 
 
+def test_an_unknown_variable_is_said_once_as_a_log_line(start_up: Callable[..., Role]) -> None:
+    up = start_up("--workers", "2", *UP_SMALL, env={"KVPOOL_SOMETHING_ELSE": "1"})
+    (line,) = [line for line in up.log_text().splitlines() if "KVPOOL_SOMETHING_ELSE" in line]
+    told = "level=WARNING role={} at=kvpool.config event=unknown_variable name=KVPOOL_SOMETHING_ELSE"
+    assert line.startswith("ts=") and line.endswith(told.format("up"))
+    done = run_cli("status", "--master", up.ready["master"], env={"KVPOOL_SOMETHING_ELSE": "1"})
+    assert done.returncode == 0 and done.stderr.startswith("ts=") and done.stderr.endswith(told.format("status") + "\n")
+
+
 def test_ctrl_c_ends_up_cleanly(start_up: Callable[..., Role]) -> None:
     up = start_up(*UP_SMALL)
     up.signal(signal.SIGINT)

@@ -82,6 +82,18 @@ def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+def test_every_log_line_of_a_role_names_its_event() -> None:
+    """Not the connectors': their lines stand in the logs of the engines that they serve."""
+    wrong = []
+    for path in sources(*(PACKAGE / room for room in ("cli", "sim", "master", "worker", "client", "transport", "obs"))):
+        for name, call in calls_of(path):
+            if re.fullmatch(r"(\w+\.)?log\.(debug|info|warning|error|exception|critical|log)", name):
+                text = call.args[name.endswith(".log")]
+                if not (isinstance(text, ast.Constant) and str(text.value).startswith("event=")):
+                    wrong.append(f"{where(path, call.lineno)}: {ast.unparse(text)}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_imports_point_down() -> None:
     wrong = []
     for path in sources(PACKAGE):

@@ -66,7 +66,7 @@ def newest_of_each_key(slabs: Iterable[FoundSlab]) -> dict[bytes, int]:
 
 def set_aside(dir_fd: int, name: str, reason: str) -> None:
     """Deletes what lies under a slab's name if it is a regular file; a directory, a link or a device is let be."""
-    log.warning("ssd_file_unusable file=%s reason=%r", name, reason)
+    log.warning("event=ssd_file_unusable file=%s reason=%r", name, reason)
     with contextlib.suppress(OSError):
         if stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=dir_fd)
@@ -84,12 +84,12 @@ def _read_slab(dir_fd: int, name: str, *, number: int, counters: Counter[str]) -
         table = slab_file.decode_table(raw, header=header, file_bytes=status.st_size)
         if table.bad:
             counters["scan_bad_records"] += len(table.bad)
-            log.warning("ssd_scan file=%s bad_records=%d", name, len(table.bad))
+            log.warning("event=ssd_scan file=%s bad_records=%d", name, len(table.bad))
             for index in table.bad:
                 os.pwrite(fd, NO_RECORD, geometry.record_offset(index))
         if status.st_size != geometry.file_bytes:
             counters["scan_resized_files"] += 1
-            log.warning("ssd_scan file=%s bytes=%d expected=%d", name, status.st_size, geometry.file_bytes)
+            log.warning("event=ssd_scan file=%s bytes=%d expected=%d", name, status.st_size, geometry.file_bytes)
             os.ftruncate(fd, min(status.st_size, geometry.file_bytes))
             os.posix_fallocate(fd, 0, geometry.file_bytes)
         return FoundSlab(header, status, table.records, max((record.seq for record in table.records), default=0))

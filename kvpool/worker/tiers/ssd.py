@@ -114,7 +114,7 @@ class SsdTier:
             self.direct = not buffered and probe_direct(self._dir_fd)
             undo.pop_all()
         self._disk = SsdDisk(self._dir_fd, self.direct, staging, self._counters)
-        log.info("ssd_open dir=%s capacity_bytes=%d direct=%d", directory, capacity_bytes, self.direct)
+        log.info("event=ssd_open dir=%s capacity_bytes=%d direct=%d", directory, capacity_bytes, self.direct)
 
     # -- what it tells -------------------------------------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ class SsdTier:
         stop calls."""
         if reason != self._out_reason:
             if reason is None:
-                log.warning("ssd_back dir=%s", self.directory)
+                log.warning("event=ssd_back dir=%s", self.directory)
             else:
-                log.error("ssd_out dir=%s reason=%r", self.directory, reason)
+                log.error("event=ssd_out dir=%s reason=%r", self.directory, reason)
         self._out_reason = reason
 
     @property
@@ -167,7 +167,7 @@ class SsdTier:
             geometry, number = slab.header.geometry, slab.header.number
             if self._disk_bytes + geometry.file_bytes > self.capacity_bytes:
                 self._counters["scan_dropped_over_cap"] += 1
-                log.warning("ssd_drop file=%s blocks=%d reason=over_cap", slab_file.file_name(number), len(slab.records))
+                log.warning("event=ssd_drop file=%s blocks=%d reason=over_cap", slab_file.file_name(number), len(slab.records))
                 SsdExtent(number, slab.header, self._disk).delete()
                 continue
             extent = SsdExtent(number, slab.header, self._disk)

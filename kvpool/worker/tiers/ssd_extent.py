@@ -229,7 +229,7 @@ class SsdExtent:
         except OSError as error:
             if error.errno != errno.ENOENT:
                 self._disk.counters["unlink_failed"] += 1
-                log.warning("ssd_unlink file=%s reason=%r", self.name, error.strerror)
+                log.warning("event=ssd_unlink file=%s reason=%r", self.name, error.strerror)
 
     def _check_own(self, fd: int) -> os.stat_result:
         """Inode numbers are given out again soon, so the kind is looked at too."""
@@ -273,7 +273,7 @@ class SsdExtent:
                 undo.callback(os.close, fd)
                 if self._check_own(fd).st_size < self.geometry.file_bytes:  # it was cut: what lay past the cut is lost
                     self._disk.counters["mended_files"] += 1
-                    log.warning("ssd_mend file=%s", self.name)
+                    log.warning("event=ssd_mend file=%s", self.name)
                     os.posix_fallocate(fd, 0, self.geometry.file_bytes)
                     write_all(fd, [self._header().encode()], 0)
             except OSError as error:
