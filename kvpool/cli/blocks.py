@@ -78,7 +78,7 @@ def rm(
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         uid = asked.namespace(namespace).uid
         if all_ and not yes:
-            confirm(f"remove every block of {namespace}?")
+            confirm(f"remove every block of {namespace}?", as_json=json)
         for start in range(0, max(1, len(packed)), MAX_BATCH_KEYS):
             keys = pack_keys(b"".join(packed[start : start + MAX_BATCH_KEYS]), shard=shard)
             reply = asked.call("Remove", pb.RemoveRequest(namespace=uid, keys=keys, all=all_))

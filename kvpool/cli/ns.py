@@ -18,6 +18,7 @@ from kvpool.cli.common import (
     format_bytes,
     parse_size,
     parse_time_ms,
+    print_error,
     print_json,
     table,
     usage,
@@ -179,7 +180,7 @@ def delete(
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         asked.namespace(name)
         if not yes:
-            confirm(f"delete namespace {name} and all its blocks?")
+            confirm(f"delete namespace {name} and all its blocks?", as_json=json)
         reply = asked.call("DeleteNamespace", pb.DeleteNamespaceRequest(name=name))
     pending = list(reply.pending_workers)
     if json:
@@ -216,13 +217,18 @@ def _cell(value: object) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def confirm(question: str) -> None:
-    """Ask on a terminal; without one, --yes is needed."""
+def confirm(question: str, *, as_json: bool) -> None:
+    """Ask on a terminal; without one, --yes is needed. Exit status 1 when the answer is no."""
     import sys
 
     if not sys.stdin.isatty():
         raise InvalidArgument("not a terminal to ask on: say --yes")
-    if not typer.confirm(question, err=True):
+    with contextlib.redirect_stdout(sys.stderr):  # typer would print a part of the prompt on standard output
+        agreed = typer.confirm(question, err=True)
+    if not agreed:
+        print("kvpool: nothing was changed", file=sys.stderr)
+        if as_json:
+            print_error(InvalidArgument("nothing was changed"))
         raise typer.Exit(1)
 
 

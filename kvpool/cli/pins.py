@@ -94,7 +94,7 @@ def unset(
     with master_at(master, token_file=token_file, deadline=deadline) as asked:
         uid = asked.namespace(namespace).uid
         if all_ and not yes:
-            confirm(f"end every pin of {namespace}?")
+            confirm(f"end every pin of {namespace}?", as_json=json)
         for start in range(0, max(1, len(packed)), MAX_BATCH_KEYS):
             part = pack_keys(b"".join(packed[start : start + MAX_BATCH_KEYS]), shard=shard)
             reply = asked.call("Unpin", pb.UnpinRequest(namespace=uid, keys=part, all=all_))

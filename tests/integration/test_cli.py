@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -267,6 +268,25 @@ def test_a_layout_is_taken_as_ns_show_prints_it(pool: Cluster, tmp_path: Path) -
     file.write_text(json.dumps(shown))
     done = run_cli("ns", "create", "cli-shown", "--layout", file, *at)
     assert done.returncode == 2 and done.stderr.startswith(f"kvpool: error: --layout: {file}: unknown field 'dtyp'"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("rm", "cli-kept", "--all"), ("pin", "unset", "cli-kept", "--all"), ("ns", "delete", "cli-kept")]
+)
+def test_an_answer_of_no_changes_nothing_and_is_said(pool: Cluster, command: tuple[str, ...]) -> None:
+    ok_json("ns", "create", "cli-kept", "--block-bytes", "4KiB", "--master", pool.master_address)
+    for json_too in ([], ["--json"]):
+        ours, its = pty.openpty()
+        try:
+            os.write(ours, b"n\n")
+            arguments = [sys.executable, "-m", "kvpool.cli", *command, "--master", pool.master_address, *json_too]
+            done = subprocess.run(arguments, stdin=its, capture_output=True, text=True, timeout=30, env=cli_env(), check=False)
+        finally:
+            os.close(ours)
+            os.close(its)
+        assert done.returncode == 1 and done.stderr.endswith("kvpool: nothing was changed\n"), done.stderr
+        assert not done.stdout if not json_too else json.loads(done.stdout)["error"]["message"] == "nothing was changed"
+    assert "cli-kept" in [n["name"] for n in ok_json("ns", "list", "--master", pool.master_address)["namespaces"]]
 
 
 def test_namespaces_are_in_order_and_an_unknown_one_names_the_nearest(pool: Cluster) -> None:
