@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Start a pool, replay a multi-turn workload, check every byte, show hit rates and speeds, stop.
 
-    Takes about 20 s, 0.5 GiB of temporary files and less of memory. Exit status 1 when a byte was wrong or a call failed.
+    Takes some seconds, 0.5 GiB of temporary files and less of memory. Exit status 1 when a byte was wrong or a call failed.
     """
     from kvpool.cli.drive import drive
     from kvpool.cli.pool import PoolPlan
@@ -90,7 +90,7 @@ def show(facts: dict[str, Any], tally: Tally) -> None:
         "requests",
         f"{facts['requests']} with {facts['blocks']} blocks; {unique} blocks stored ({format_bytes(facts['bytes_put'])})",
     )
-    grid.add_row("hit rate", f"[green]{facts['hit_rate']:.1%}[/] of the blocks asked for ({facts['hit_blocks']})")
+    grid.add_row("hit rate", f"[green]{facts['hit_rate']:.1%}[/] ({facts['hit_blocks']} of {facts['blocks']} blocks)")
     hits = max(1, facts["hit_blocks"])
     for tier, n in facts["hits_by_tier"].items():
         if n:

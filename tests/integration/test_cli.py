@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -416,6 +417,8 @@ def test_demo_serves_from_both_tiers_without_a_wrong_byte(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     for words in ("hit rate", "from dram", "from ssd", "0 corrupt blocks, 0 errors", "GB/s"):
         assert words in done.stdout, done.stdout
+    rate = re.search(r"hit rate +([0-9.]+)% \(([0-9]+) of ([0-9]+) blocks\)", done.stdout)
+    assert rate and float(rate[1]) == pytest.approx(100 * int(rate[2]) / int(rate[3]), abs=0.06), done.stdout
     assert len(done.stdout.splitlines()) <= 24
     assert not list(tmp_path.glob("kvpool-*"))  # its directory is gone
 
