@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -308,12 +309,14 @@ def test_output_to_a_closed_pipe_is_no_traceback(pool: Cluster) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_example_of_the_readme_runs(pool: Cluster) -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    example = readme.split("```python\n")[1].split("```")[0].replace("127.0.0.1:7400", pool.master_address)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, env=cli_env(), check=False)
+def test_the_examples_of_the_readme_run(pool: Cluster) -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text().replace("127.0.0.1:7400", pool.master_address)
+    first, coroutines, within = [part.split("```")[0] for part in readme.split("```python\n")[1:]]
+    program = first + textwrap.indent(within, "    ") + coroutines
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=cli_env(), check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == str(["stored"] * 4) and done.stdout.splitlines()[1].startswith("4 None Source(")
+    stored, got, matched = done.stdout.splitlines()
+    assert stored == str(["stored"] * 4) and got.startswith("4 None Source(") and matched == "4"
 
 
 # --- up -----------------------------------------------------------------------------------------------------------------
