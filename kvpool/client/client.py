@@ -90,8 +90,8 @@ class Client:
         (when blocks go down to SSD: "back", when DRAM needs the room; "through", soon after the put; "selective", as "back" but
         only those that were used again) and `read_policy` (how long a get waits for blocks on SSD: "wait", to its deadline;
         "best_effort", not at all; "timeout", `read_timeout_ms`; what it did not wait for is a miss with cause `timeout` and comes
-        up to DRAM meanwhile); an existing one keeps its own. Raises LayoutMismatch (another layout, hash or salt),
-        NamespaceNotFound, InvalidArgument, MasterUnavailable."""
+        up to DRAM meanwhile); an existing one keeps its own. Raises LayoutMismatch (another layout; with `create` another hash or
+        salt too), NamespaceNotFound, InvalidArgument, MasterUnavailable."""
         self._context.check()
         deadline = deadline_of(deadline_ms, CALL_MS)
         wanted = NamespaceSpec.of(check_name(name), layout, hash=hash, salt=salt, replicas=replicas, quota_bytes=quota_bytes,

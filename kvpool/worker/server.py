@@ -4,7 +4,7 @@
 
 Owns order of start and stop. Start: settings checked against this machine, directories locked, SSD blocks adopted, ports bound,
 then the master is looked for. Stop (SIGTERM, SIGINT): blocks that would be lost go to other workers with room, then no new
-connections, running requests finish or are cut, all within `drain_timeout` (0: neither); the master is told, everything is
+connections, running requests finish or are cut, all within `drain_timeout_ms` (0: neither); the master is told, everything is
 given back. A second signal cuts at once.
 """
 
