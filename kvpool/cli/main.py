@@ -6,6 +6,7 @@ Command modules import the weight (grpc, numpy, rich) inside their functions, so
 from __future__ import annotations
 
 import logging
+import signal
 from typing import Annotated
 
 import typer
@@ -39,6 +40,8 @@ def _main(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     del version
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # (until here: see `__main__`)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logs.set_up(context.invoked_subcommand or "cli", level=logging.WARNING)  # a role sets up its own
 
 

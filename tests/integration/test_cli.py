@@ -346,6 +346,26 @@ def test_an_unknown_variable_is_said_once_as_a_log_line(start_up: Callable[..., 
     assert done.returncode == 0 and done.stderr.startswith("ts=") and done.stderr.endswith(told.format("status") + "\n")
 
 
+AT_IMPORT = """
+import os, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer.core":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+"""
+
+
+def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    path = os.pathsep.join(filter(None, (str(tmp_path), cli_env().get("PYTHONPATH"))))
+    done = run_cli("status", env={"PYTHONPATH": path})
+    assert done.returncode == -signal.SIGINT and not done.stderr and not done.stdout
+
+
 def test_ctrl_c_ends_up_cleanly(start_up: Callable[..., Role]) -> None:
     up = start_up(*UP_SMALL)
     up.signal(signal.SIGINT)
