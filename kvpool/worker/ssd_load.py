@@ -104,7 +104,7 @@ def prefetch(node: Node, spec: NamespaceSpec, batch: KeyBatch, tiers: bytes | by
         pinned: list[Block] = []
         try:
             with node.lock:
-                found = node.table.pin(batch, now_ms=node.now_ms(), touch=False).blocks
+                found = node.table.pin(batch, now_ms=node.now_ms(), touch=False, first_miss=False).blocks
                 pinned = [block for block in found if block is not None]
                 cold = [block for block in pinned if block.dram is None]
             for i, block in enumerate(cold):

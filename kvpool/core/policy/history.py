@@ -208,7 +208,7 @@ class History:
         return no
 
     def part(self, no: int) -> float:
-        """What is left of the run."""
+        """What is left of the run, of all its blocks when it was made."""
         left: int = self.left[no]
         length: int = self.length[no]
         return left / length
@@ -278,7 +278,6 @@ class History:
         moved: list[int] = []
         soonest_s = NEVER
         after, times, keys, oldest = self._in_time.after, self.time_s, self.key, self._oldest
-        left, length = self.left, self.length
         end: int = oldest[0]
         for age in range(1, N_BINS - 1):
             no: int = oldest[age]
@@ -290,9 +289,7 @@ class History:
             while time_s <= due:
                 key: int = keys[no] + 1
                 keys[no] = key
-                n_left: int = left[no]
-                n_of: int = length[no]
-                reached[key] += n_left / n_of
+                reached[key] += self.part(no)
                 if watched[no] is not None:
                     moved.append(no)
                 no = after[no]
@@ -445,7 +442,12 @@ class History:
 
     def n_bytes(self) -> int:
         """Of all arrays, with what they have in reserve."""
-        return 47 * len(self.length) + 12 * len(self._ghost_print) + 4 * (len(self._slots) + N_BINS)
+        columns: list[Any] = [
+            self.time_s, self.length, self.left, self.end, self.key, self._recent, self._head, self._next_in_slot, self._slots,
+            self._in_time.after, self._in_time.before, self._fading.after, self._fading.before, self._oldest,
+            self._ghost_print, self._ghost_next,
+        ]  # fmt: skip
+        return sum(memoryview(column).nbytes for column in columns)
 
     def check(self) -> None:
         """Asserts the invariants. O(everything)."""

@@ -164,11 +164,9 @@ class RunGroup(Group):
         heap, by_key = self._heap.copy(), self._by_key
         while heap:
             worth, _, key = heappop(heap)
-            keys = [key]
+            keys = {key: None}
             while heap and heap[0][0] == worth:
-                key = heappop(heap)[2]
-                if key not in keys:
-                    keys.append(key)
+                keys[heappop(heap)[2]] = None
             if len(keys) == 1:
                 for run in by_key[key].runs():
                     yield worth, run
